@@ -1,0 +1,37 @@
+# Each of run, test and lint makes its own .venv on the first call and skips that on later ones.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PIP_ARGS ?=
+ARGS ?=
+
+VENV := .venv/bin/python
+# A build of torch that was asked for by hand replaces the installed one; the default never does.
+ASKED := $(if $(filter-out file undefined default,$(origin TORCH) $(origin PIP_ARGS)),--asked)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test lint clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s%s\n", $$1, $$2}' Makefile
+	@echo
+	@echo "  ARGS='experiment=NAME ...' goes to run.py, ARGS='-k NAME' to pytest. run.py --help lists experiments."
+	@echo "  Another build of torch: TORCH='torch==...' PIP_ARGS='--extra-index-url ...'. Another Python: PYTHON=..."
+
+setup:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("error: Python 3.11 or newer is needed, \
+	$(PYTHON) is %d.%d\nhint: make PYTHON=<a newer python> ..." % sys.version_info[:2])'
+	@$(PYTHON) .ci/setup.py $(ASKED) --torch '$(TORCH)' --pip-args='$(PIP_ARGS)'
+
+run: setup ## decode real text through the machine, and check it
+	@$(VENV) run.py $(ARGS)
+
+test: setup ## all tests; those that need a GPU are skipped without one
+	@$(VENV) -m pytest $(ARGS)
+
+lint: setup ## ruff, and mypy on mk/
+	@$(VENV) -m ruff check .
+	@$(VENV) -m mypy
+
+clean: ## remove .venv, caches and built kernels; runs/ stays
+	rm -rf .venv build .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Quality benchmarks: whether what the machine decodes is as good as what the reference decodes."""

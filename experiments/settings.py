@@ -1,0 +1,36 @@
+"""The typed fields of each experiment: `train_nano` has the dataclass `TrainNano`, and so on.
+
+They stand here, apart from the code they steer, so that composing a configuration never waits for a heavy import. Like
+every schema they hold types; the values stand in configs/experiment/<name>.yaml.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Quickstart:
+    name: str
+    prompt: str
+    new_tokens: int  # decoded in each row
+    check: bool  # compare with transformers' greedy decode
+
+
+@dataclass(slots=True)
+class TrainNano:
+    name: str
+    out_dir: str  # the Hugging Face folder is written here
+    corpus_dir: str | None  # a CPython Lib folder; null: this interpreter's
+    corpus_version: str | None
+    seed: int
+    steps: int  # upper bound when max_minutes is set
+    max_minutes: float | None
+    batch_tokens: int  # tokens a step
+    lr: float
+    warmup: int  # steps
+    weight_decay: float
+    dropout: float
+    balance: float  # weight of the experts' load-balancing loss
+    chat_share: float  # of the training tokens
+    probe_tokens: int

@@ -1,0 +1,298 @@
+"""What a configuration may hold: one typed schema for each group, and the hash that names a resolved configuration.
+
+Values live in `configs/` alone. A field without a default here must be spelled there; a default of None means "does not
+apply to this option", never a value. Unknown keys and wrong types are refused while composing (`mk/compose.py`);
+what a type cannot say (allowed words, ranges, keys that go together) is refused by `__post_init__`, as an MkError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mk.errors import MkError
+from mk.validation import check_optional, require_at_least, require_one_of
+
+CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
+
+
+def group_options(group: str) -> list[str]:
+    """The options of a config group: the YAML files of its folder, without the shared `_*.yaml` pieces."""
+    return sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml") if not path.stem.startswith("_"))
+
+
+@dataclass(slots=True)
+class ModelConfig:
+    """Which model: a checkpoint, or the geometry that random weights fill."""
+
+    name: str
+    preset: str  # nano (bundled with its weights), slice or north_mini_code (geometries)
+    path: str | None  # Hugging Face folder or hub id; takes the preset's place
+    revision: str | None  # commit of a hub id; a folder has none
+    window: str  # sliding window of W keys: hf counts the query's own among them, vllm adds it
+
+    def __post_init__(self) -> None:
+        require_one_of("model.preset", self.preset, ("nano", "slice", "north_mini_code"))
+        require_one_of("model.window", self.window, ("hf", "vllm"))
+
+
+@dataclass(slots=True)
+class WeightsConfig:
+    """Where the weights come from: the checkpoint, or a seed."""
+
+    name: str
+    seed: int | None = None
+    qk_scale: float | None = None  # factor on the q and on the k projection
+
+    def __post_init__(self) -> None:
+        check_optional("weights", self, ("seed", "qk_scale") if self.name == "random" else ())
+
+
+@dataclass(slots=True)
+class ScheduleConfig:
+    """Who runs a task: the SM its list says, or whichever SM claims it first."""
+
+    name: str
+    attention_claimers: int | None = None  # SMs that claim attention splits
+    moe_claimers: int | None = None  # SMs that claim MoE tiles
+    claim_ahead: int | None = None  # tickets an SM may hold before its consumers need them
+
+    def __post_init__(self) -> None:
+        fields = ("attention_claimers", "moe_claimers", "claim_ahead")
+        check_optional("schedule", self, fields if self.name == "work_stealing" else ())
+        for field in fields:
+            require_at_least(f"schedule.{field}", getattr(self, field), 1)
+
+
+@dataclass(slots=True)
+class WaveOrderConfig:
+    """In which order a layer's waves are flattened into task lists."""
+
+    name: str
+    waves: list[str]  # a dense layer's dense_up and dense_down stand where moe_up and moe_down stand
+
+
+@dataclass(slots=True)
+class PlacementConfig:
+    """Which SM gets which task."""
+
+    name: str
+
+
+@dataclass(slots=True)
+class RoutingConfig:
+    """Where expert ids come from: the router itself, or a mode that replaces its choice inside top-k."""
+
+    name: str
+    seed: int | None = None
+    distinct: int | None = None  # correlated: distinct experts a layer touches in a step
+    path: str | None = None  # replay: the recorded trace
+    pattern: str | None = None  # adversarial: all_same | all_different
+
+    def __post_init__(self) -> None:
+        needed = {
+            "uniform": ("seed",),
+            "correlated": ("seed", "distinct"),
+            "replay": ("path",),
+            "adversarial": ("pattern",),
+            "oracle": ("seed",),
+        }
+        check_optional("routing", self, needed.get(self.name, ()))
+        require_at_least("routing.distinct", self.distinct, 1)
+        if self.pattern is not None:
+            require_one_of("routing.pattern", self.pattern, ("all_same", "all_different"))
+
+
+@dataclass(slots=True)
+class BatchConfig:
+    """How many sequences decode together, and how long each is when decoding starts."""
+
+    name: str
+    size: int  # rows
+    contexts: list[int] | None  # tokens already in each row, 0 = inactive row; null = as long as the prompt
+
+    def __post_init__(self) -> None:
+        require_at_least("batch.size", self.size, 1)
+        if self.contexts is None:
+            return
+        if len(self.contexts) != self.size:
+            raise MkError(
+                f"batch.contexts has {len(self.contexts)} entries for batch.size={self.size}",
+                hint="give one length a row, or batch.contexts=null for the prompt's own length",
+            )
+        for context in self.contexts:
+            require_at_least("batch.contexts", context, 0)
+
+
+@dataclass(slots=True)
+class GpuConfig:
+    """Facts about a card, asserted against the live device; or the virtual SMs of a CPU."""
+
+    name: str
+    kind: str  # cpu | cuda
+    sms: int
+    interleaving_seed: int | None = None  # cpu: the order in which virtual SMs advance
+    smem_per_block_kb: int | None = None
+    l2_mb: int | None = None
+    clock_mhz: int | None = None
+    nominal_tb_s: float | None = None  # HBM bandwidth of the data sheet
+    measured: bool | None = None  # whether a probe on this card has confirmed these figures
+    measured_tb_s: float | None = None  # the HBM read bandwidth it reached
+
+    def __post_init__(self) -> None:
+        require_one_of("gpu.kind", self.kind, ("cpu", "cuda"))
+        require_at_least("gpu.sms", self.sms, 1)
+        needed = {"interleaving_seed"}
+        if self.kind == "cuda":
+            needed = {"smem_per_block_kb", "l2_mb", "clock_mhz", "nominal_tb_s", "measured"}
+        check_optional("gpu", self, needed | ({"measured_tb_s"} if self.measured else set()))
+
+
+@dataclass(slots=True)
+class AttentionConfig:
+    """Splits of a sequence's keys: of `split_keys`, doubled until a head has at most `max_splits`."""
+
+    split_keys: int  # a multiple of the 64-token page
+    max_splits: int
+
+
+@dataclass(slots=True)
+class RingConfig:
+    """The shared-memory ring of 8 KB slots that every weight and KV byte passes through."""
+
+    slots: int  # capacity: how far the producer may run ahead
+    window_kb: int  # bytes it may have outstanding
+
+    def __post_init__(self) -> None:
+        require_at_least("engine.ring.slots", self.slots, 1)
+        if not 8 <= self.window_kb <= 8 * self.slots:
+            raise MkError(f"engine.ring.window_kb={self.window_kb} must lie in 8..{8 * self.slots} (slots x 8 KB)")
+
+
+@dataclass(slots=True)
+class EngineConfig:
+    """What executes the descriptors."""
+
+    name: str  # auto = cuda where there is a card and a built kernel, else interpreter
+    numerics: str  # float32, or kernel: bf16 at the kernel's rounding points
+    attention: AttentionConfig
+    ring: RingConfig
+
+    def __post_init__(self) -> None:
+        require_one_of("engine.numerics", self.numerics, ("float32", "kernel"))
+
+
+@dataclass(slots=True)
+class PrefillConfig:
+    """What computes the prompt's KV pages."""
+
+    name: str
+    chunk: int  # prompt tokens a forward pass
+
+    def __post_init__(self) -> None:
+        require_at_least("prefill.chunk", self.chunk, 1)
+
+
+@dataclass(slots=True)
+class ServerConfig:
+    """Where the server listens."""
+
+    name: str
+    host: str
+    port: int
+
+
+@dataclass(slots=True)
+class SamplingConfig:
+    """How the next token is chosen from the logits."""
+
+    name: str
+    temperature: float  # 0 = greedy
+    top_k: int  # 0 = off
+    top_p: float  # 1 = off
+    seed: int
+
+    def __post_init__(self) -> None:
+        require_at_least("sampling.temperature", self.temperature, 0)
+        require_at_least("sampling.top_k", self.top_k, 0)
+        if not 0 < self.top_p <= 1:
+            raise MkError(f"sampling.top_p={self.top_p} must lie in (0, 1]")
+
+
+@dataclass(slots=True)
+class BenchmarkConfig:
+    """Which quality benchmark is scored."""
+
+    name: str
+
+
+@dataclass(slots=True)
+class BaselineConfig:
+    """Which other engine is measured beside this one."""
+
+    name: str
+
+
+@dataclass(slots=True)
+class LoggerConfig:
+    """Where rows go besides the run folder."""
+
+    name: str
+    project: str | None = None
+    mode: str | None = None  # offline needs no account and no network; online streams
+
+    def __post_init__(self) -> None:
+        check_optional("logger", self, ("project", "mode") if self.name == "wandb" else ())
+        if self.mode is not None:
+            require_one_of("logger.mode", self.mode, ("offline", "online"))
+
+
+@dataclass(slots=True)
+class Config:
+    """A resolved configuration. `experiment` is the `Settings` dataclass of experiments/<name>.py."""
+
+    model: ModelConfig
+    weights: WeightsConfig
+    schedule: ScheduleConfig
+    wave_order: WaveOrderConfig
+    placement: PlacementConfig
+    routing: RoutingConfig
+    batch: BatchConfig
+    gpu: GpuConfig
+    engine: EngineConfig
+    prefill: PrefillConfig
+    server: ServerConfig
+    sampling: SamplingConfig
+    benchmark: BenchmarkConfig
+    baseline: BaselineConfig
+    logger: LoggerConfig
+    experiment: Any
+    run_dir: str
+    debug: bool  # print tracebacks
+
+    def __post_init__(self) -> None:
+        for group in GROUPS:
+            require_one_of(f"{group}.name", getattr(self, group).name, group_options(group))
+        if self.weights.name == "checkpoint" and self.model.path is None and self.model.preset != "nano":
+            raise MkError(
+                f"model={self.model.name} has no weights here",
+                hint="weights=random, or model.path=<Hugging Face folder or hub id>",
+            )
+
+
+GROUPS = tuple(field.name for field in dataclasses.fields(Config) if field.name not in ("run_dir", "debug"))
+
+
+def resolved(config: Config) -> dict[str, Any]:
+    """The configuration as plain dicts, lists and scalars: what is printed, written and hashed."""
+    return dataclasses.asdict(config)
+
+
+def config_hash(config: Config) -> str:
+    """sha256 (hex) of the resolved configuration as canonical JSON: sorted keys, no spaces."""
+    text = json.dumps(resolved(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,108 @@
+"""The result row: one measured or checked fact in a versioned schema, one JSON object a line in rows.jsonl.
+
+Tables, plots, W&B and the README read rows and nothing else. An experiment that reports a new figure adds an optional
+field here, with its unit in the name; a change of meaning raises `SCHEMA`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mk.errors import MkError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What ran, and what came out. Raises MkError naming the field on a wrong type or a figure that is not finite."""
+
+    schema: int
+    time: str  # UTC, ISO 8601
+    experiment: str
+    engine: str  # the one that ran, never "auto"
+    model: str
+    weights: str  # checkpoint | random
+    gpu: str
+    dtype: str  # of the arithmetic: float32 | bfloat16
+    batch: int  # rows
+    context: list[int]  # tokens in each row when decoding starts
+    routing: str
+    schedule: str
+    wave_order: str
+    placement: str
+    commit: str  # with "-dirty" where the tree had changes
+    config_hash: str
+    build_hash: str | None  # of the compiled kernel; null where none ran
+    checks: dict[str, bool]  # what was verified in this run
+    env: dict[str, str]
+
+    # optional figures; a field that does not apply is left out of the JSON
+    new_tokens: int | None = None  # decoded in each row
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    tok_s: float | None = None  # decoded tokens a second, all rows together
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(Row)
+        for field in dataclasses.fields(self):
+            _check(field.name, getattr(self, field.name), hints[field.name])
+        if self.schema != SCHEMA:
+            raise MkError(f"row.schema={self.schema}, this code reads {SCHEMA}")
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Row:
+        """A row from its JSON object. Raises MkError naming a missing or unknown field."""
+        fields = dataclasses.fields(cls)
+        missing = [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in values]
+        unknown = sorted(set(values) - {f.name for f in fields})
+        if missing or unknown:
+            problem = f"lacks {', '.join(missing)}" if missing else f"has unknown {', '.join(unknown)}"
+            raise MkError(f"row {problem}", hint="the fields of a row stand in mk/rows.py")
+        return cls(**values)
+
+    def to_json(self) -> dict[str, Any]:
+        optional = {f.name for f in dataclasses.fields(self) if f.default is None}
+        values = dataclasses.asdict(self)
+        return {name: value for name, value in values.items() if value is not None or name not in optional}
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a rows.jsonl file, in order. Raises MkError naming the line that is not a row."""
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            rows.append(Row.from_json(json.loads(line)))
+        except (MkError, ValueError) as error:
+            raise MkError(f"{path}:{number}: {error}") from error
+    return rows
+
+
+def _check(name: str, value: Any, hint: Any) -> None:
+    """`value` has type `hint`, where an int may stand for a float, a bool for neither, and floats are finite."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType:
+        if value is not None:
+            _check(name, value, args[0])
+    elif origin is list and isinstance(value, list):
+        for index, item in enumerate(value):
+            _check(f"{name}[{index}]", item, args[0])
+    elif origin is dict and isinstance(value, dict):
+        for key, item in value.items():
+            _check(f"{name} key", key, args[0])
+            _check(f"{name}.{key}", item, args[1])
+    else:
+        wanted = origin or hint
+        accepted = (int, float) if wanted is float else (wanted,)
+        if not isinstance(value, accepted) or (isinstance(value, bool) and wanted is not bool):
+            raise MkError(f"row.{name} is {value!r}, not {wanted.__name__}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise MkError(f"row.{name} is {value}, not a finite figure")

@@ -1,0 +1,167 @@
+"""Run folders: what ran, where, from which code, and the rows that came out.
+
+A folder `runs/<date>-<experiment>-<hash>` holds config.yaml (what `--cfg job` prints), meta.json (hash, commit,
+environment), rows.jsonl, and whatever figures the experiment adds.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import json
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from mk.compose import to_yaml
+from mk.config import Config, config_hash
+from mk.errors import MkError
+from mk.loggers import Logger, make_logger
+from mk.rows import SCHEMA, Row
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "hydra-core", "omegaconf")
+
+
+class RunFolder:
+    """A folder of this run alone. A context manager: leaving it closes the logger."""
+
+    def __init__(self, path: Path, config: Config, meta: dict[str, Any], logger: Logger) -> None:
+        self.path = path
+        self.config = config
+        self.meta = meta
+        self._logger = logger
+
+    @classmethod
+    def create(cls, cfg: Config, root: str | Path | None = None) -> RunFolder:
+        """Make the folder under `root` (default `cfg.run_dir`) and write config.yaml and meta.json.
+
+        Raises MkError when the folder cannot be written or the logger cannot start.
+        """
+        digest = config_hash(cfg)
+        now = datetime.now(UTC)
+        path = _unique_folder(Path(root or cfg.run_dir), f"{now:%Y-%m-%d}-{cfg.experiment.name}-{digest[:8]}")
+        commit, dirty = git_commit()
+        meta = {
+            "config_hash": digest,
+            "commit": commit,
+            "dirty": dirty,
+            "started": now.isoformat(timespec="seconds"),
+            "environment": environment(),
+        }
+        (path / "config.yaml").write_text(to_yaml(cfg))
+        (path / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        return cls(path, cfg, meta, make_logger(cfg, path))
+
+    def row(self, *, engine: str, dtype: str, context: list[int], checks: dict[str, bool], **more: Any) -> Row:
+        """A row of this run: the given fields, the configuration's axes, and where and from which code it ran.
+
+        engine: the one that ran. more: any other field of `Row`; it goes before what the configuration says.
+        """
+        cfg, env = self.config, self.meta["environment"]
+        values: dict[str, Any] = {
+            "schema": SCHEMA,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "experiment": cfg.experiment.name,
+            "engine": engine,
+            "model": cfg.model.path or cfg.model.name,
+            "weights": cfg.weights.name,
+            "gpu": cfg.gpu.name,
+            "dtype": dtype,
+            "batch": cfg.batch.size,
+            "context": context,
+            "routing": cfg.routing.name,
+            "schedule": cfg.schedule.name,
+            "wave_order": cfg.wave_order.name,
+            "placement": cfg.placement.name,
+            "commit": self.meta["commit"] + "-dirty" * self.meta["dirty"],
+            "config_hash": self.meta["config_hash"],
+            "build_hash": None,
+            "checks": checks,
+            "env": {
+                "python": env["python"],
+                "torch": env["packages"]["torch"],
+                "platform": env["platform"],
+                "device": ", ".join(env["gpus"]) or env["cpu"],
+            },
+        }
+        return Row.from_json(values | more)
+
+    def append_row(self, row: Row) -> None:
+        """Write one line to rows.jsonl at once, so that an aborted run keeps its rows, and tell the logger."""
+        values = row.to_json()
+        with (self.path / "rows.jsonl").open("a") as file:
+            file.write(json.dumps(values, allow_nan=False) + "\n")
+        self._logger.log(values)
+
+    def close(self) -> None:
+        self._logger.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _unique_folder(root: Path, name: str) -> Path:
+    """A new folder `name`, `name-2`, ... under `root`: mkdir is atomic, so two runs never share one."""
+    for suffix in itertools.count(1):
+        path = root / (name if suffix == 1 else f"{name}-{suffix}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise MkError(f"cannot make the run folder {path}: {error.strerror}", hint="run_dir=<folder>") from error
+        return path
+    raise AssertionError("itertools.count ended")
+
+
+def git_commit() -> tuple[str, bool]:
+    """(commit of this code, whether the tree differs from it); ("none", False) outside a repository."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True, timeout=10).stdout
+
+    try:
+        return git("rev-parse", "HEAD").strip(), bool(git("status", "--porcelain").strip())
+    except (OSError, subprocess.SubprocessError):
+        return "none", False
+
+
+def environment() -> dict[str, Any]:
+    """What the figures depend on besides the code: python, platform, cpu, gpus, package versions. No host name."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    return {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if cuda else [],
+        "cuda": torch.version.cuda,
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"

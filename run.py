@@ -1,0 +1,99 @@
+"""The front door: compose a configuration, check it, hand it to experiments/<name>.py (--help lists what there is)."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+
+
+def enter_environment() -> None:
+    """Where the packages are missing, go on in .venv; without one, say which command makes it."""
+    if importlib.util.find_spec("hydra") and importlib.util.find_spec("torch"):
+        return
+    python = VENV / "bin" / "python"
+    if python.exists() and Path(sys.prefix).resolve() != VENV:
+        os.execv(python, [str(python), *sys.argv])
+    print("error: the packages this needs are not installed\nhint: make run", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    from mk.errors import MkError
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise MkError(message, hint="python run.py --help")
+
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("--cfg", choices=["job"])
+    parser.add_argument("overrides", nargs="*")
+    return parser.parse_intermixed_args(argv)
+
+
+def run(argv: list[str]) -> int:
+    """One experiment, or with -m every combination, all of them composed before the first one starts."""
+    args = parse(argv)
+    from mk import compose
+
+    if args.help:
+        print(compose.help_text())
+        return 0
+    jobs = compose.expand_sweep(args.overrides) if args.multirun else [args.overrides]
+    configs = [compose.load_config(job) for job in jobs]
+    if args.cfg:
+        print("---\n".join(compose.to_yaml(config) for config in configs), end="")
+        return 0
+    for number, (job, config) in enumerate(zip(jobs, configs, strict=True), start=1):
+        if len(jobs) > 1:
+            print(f"[{number}/{len(jobs)}] {' '.join(job)}", flush=True)
+        status = compose.experiment_main(config.experiment.name)(config)
+        if status:
+            return status
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    """The exit status: 0, what the experiment returned, 2 for a wrong input, 1 for a defect, 130 for an interrupt."""
+    trace = os.environ.get("MK_TRACE") == "1" or "debug=true" in argv
+    from mk.errors import MkError
+
+    try:
+        return run(argv)
+    except MkError as error:
+        if trace:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `python run.py ... | head`: the reader has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if trace:
+            traceback.print_exc()
+            return 1
+        with tempfile.NamedTemporaryFile("w", prefix="mk-traceback-", suffix=".txt", delete=False) as file:
+            traceback.print_exc(file=file)
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"error: {text}\nhint: the traceback is in {file.name}; MK_TRACE=1 prints it", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    enter_environment()
+    sys.exit(main(sys.argv[1:]))

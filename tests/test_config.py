@@ -1,0 +1,167 @@
+"""Every option and experiment composes, nothing outside the schemas is accepted, and a hash names a configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+
+from mk.compose import _default_options, expand_sweep, load_config, to_yaml
+from mk.config import GROUPS, Config, config_hash, group_options, resolved
+from mk.errors import MkError
+
+# what an option cannot work without
+COMPANIONS = {
+    "model=slice": ["weights=random"],
+    "model=north_mini_code": ["weights=random"],
+    "routing=correlated": ["routing.distinct=4"],
+    "wave_order=custom": ["wave_order.waves=[router,qkv]"],
+    "routing=replay": ["routing.path=trace.pt"],
+}
+EVERY_OPTION = [(group, option) for group in GROUPS for option in group_options(group)]
+
+
+@pytest.mark.parametrize(("group", "option"), EVERY_OPTION)
+def test_every_option_composes(group: str, option: str) -> None:
+    choice = f"{group}={option}"
+    config = load_config([choice, *COMPANIONS.get(choice, [])])
+    assert isinstance(config, Config)
+    assert getattr(config, group).name == option
+
+
+def test_groups_are_the_folders_and_each_has_a_default() -> None:
+    from mk.config import CONFIG_DIR
+
+    assert {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()} == set(GROUPS) == set(_default_options())
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_unknown_keys_are_refused(group: str) -> None:
+    with pytest.raises(MkError, match=rf"unknown key {group}\.no_such_key"):
+        load_config([f"{group}.no_such_key=1"])
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_keys_cannot_be_added(group: str) -> None:
+    with pytest.raises(MkError, match="neither be added nor deleted"):
+        load_config([f"+{group}.no_such_key=1"])
+
+
+def test_unknown_keys_in_a_yaml_are_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The schema guards the files as it guards the command line."""
+    import shutil
+
+    from mk import compose, config
+
+    copy = tmp_path / "configs"
+    shutil.copytree(config.CONFIG_DIR, copy)
+    monkeypatch.setattr(compose, "CONFIG_DIR", copy)
+    (copy / "placement" / "row_owner.yaml").write_text("name: row_owner\nrows: 16\n")
+    for overrides in ([], ["batch.size=2"]):
+        with pytest.raises(MkError, match=r"^placement\.rows: "):
+            load_config(overrides)
+    (copy / "placement" / "row_owner.yaml").write_text("name: row_owner\n")
+    quickstart = copy / "experiment" / "quickstart.yaml"
+    quickstart.write_text(quickstart.read_text() + "typo: 1\n")
+    with pytest.raises(MkError, match="typo"):
+        load_config()
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("batch.size=two", "batch.size"),
+        ("batch.contexts=[1.5]", "batch.contexts"),
+        ("gpu.sms=none", "gpu.sms"),
+        ("engine.ring.slots=many", "engine.ring.slots"),
+        ("sampling.temperature=hot", "sampling.temperature"),
+        ("debug=maybe", "debug"),
+        ("run_dir=null", "run_dir"),
+        ("experiment.new_tokens=many", "experiment.new_tokens"),
+    ],
+)
+def test_wrong_types_name_the_key(override: str, key: str) -> None:
+    with pytest.raises(MkError, match=f"^{key}"):
+        load_config([override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["weights.seed=3"], "weights.seed=3 means nothing with weights=checkpoint"),
+        (["weights=random", "weights.seed=null"], "weights=random needs weights.seed"),
+        (["schedule.moe_claimers=2"], "means nothing with schedule=static"),
+        (["schedule=work_stealing", "schedule.claim_ahead=0"], "schedule.claim_ahead=0 must be at least 1"),
+        (["routing.distinct=4"], "means nothing with routing=checkpoint"),
+        (["routing=adversarial", "routing.pattern=some"], "routing.pattern=some is not one of"),
+        (["routing=replay"], "routing=replay needs routing.path"),
+        (["routing=correlated"], "routing=correlated needs routing.distinct"),
+        (["wave_order=custom"], "wave_order.waves has no value"),
+        (["batch=ragged4", "batch.size=2"], "batch.contexts has 4 entries for batch.size=2"),
+        (["batch.size=0"], "batch.size=0 must be at least 1"),
+        (["batch.contexts=[-1]"], "must be at least 0"),
+        (["gpu=h100", "gpu.measured=true"], "needs gpu.measured_tb_s"),
+        (["gpu=h200", "gpu.interleaving_seed=1"], "means nothing with gpu=h200"),
+        (["engine.ring.window_kb=177"], "must lie in 8..176"),
+        (["engine.numerics=fp8"], "engine.numerics=fp8 is not one of"),
+        (["sampling.top_p=0"], "sampling.top_p=0.0 must lie in"),
+        (["model.window=vlm"], "model.window=vlm is not one of"),
+        (["model=slice"], "model=slice has no weights here"),
+        (["placement.name=elsewhere"], "placement.name=elsewhere is not one of"),
+        (["schedule=static,work_stealing"], "names several values"),
+        (["batch.contexts=[1,2"], "cannot read"),
+        (["hydra.run.dir=x"], "unknown key hydra.run.dir"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(MkError) as caught:
+        load_config(overrides)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [1, 8, 16, 32])
+def test_batch_size_has_no_ceiling(size: int) -> None:
+    assert load_config([f"batch.size={size}"]).batch.size == size
+
+
+def test_named_wave_orders_are_permutations_of_the_default() -> None:
+    orders = {
+        option: load_config([f"wave_order={option}"]).wave_order.waves
+        for option in group_options("wave_order")
+        if option != "custom"
+    }
+    assert all(sorted(waves) == sorted(orders["default"]) for waves in orders.values())
+    assert len({tuple(waves) for waves in orders.values()}) == len(orders)
+
+
+def test_hash_is_of_the_resolved_configuration_alone() -> None:
+    plain = load_config()
+    assert config_hash(plain) == config_hash(load_config(["model=nano", "batch.size=1"]))
+    assert config_hash(plain) != config_hash(load_config(["batch.size=2"]))
+    canonical = json.dumps(resolved(plain), sort_keys=True, separators=(",", ":"))
+    assert config_hash(plain) == hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def test_an_int_for_a_float_is_the_same_configuration() -> None:
+    wholes = load_config(["sampling=top_p", "sampling.temperature=1"])
+    assert config_hash(wholes) == config_hash(load_config(["sampling=top_p", "sampling.temperature=1.0"]))
+
+
+def test_yaml_text_holds_the_resolved_configuration_and_its_hash() -> None:
+    from omegaconf import OmegaConf
+
+    config = load_config(["gpu=h200", "batch=ragged4"])
+    text = to_yaml(config)
+    assert OmegaConf.to_container(OmegaConf.create(text)) == resolved(config)
+    assert text.startswith(f"# config_hash: {config_hash(config)}\n")
+
+
+def test_sweeps_expand_to_every_combination() -> None:
+    jobs = expand_sweep(["schedule=static,work_stealing", "model=nano", "batch.size=1,2", "batch.contexts=[1,2]"])
+    assert jobs == [
+        [f"schedule={schedule}", "model=nano", f"batch.size={size}", "batch.contexts=[1,2]"]
+        for schedule in ("static", "work_stealing")
+        for size in (1, 2)
+    ]

@@ -1,0 +1,142 @@
+"""Run folders are complete and unique; a row is checked before it is written."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mk.compose import load_config, to_yaml
+from mk.config import config_hash
+from mk.errors import MkError
+from mk.rows import Row, read_rows
+from mk.runs import ROOT, RunFolder, git_commit
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(load_config(["batch=ragged4", "schedule=work_stealing"]), root=tmp_path)
+
+
+def make_row(run: RunFolder, **more: Any) -> Row:
+    return run.row(engine="interpreter", dtype="float32", context=[3, 4, 5, 6], checks={"equal": True}, **more)
+
+
+def test_folder_holds_the_configuration_and_its_origin(run: RunFolder) -> None:
+    meta = json.loads((run.path / "meta.json").read_text())
+    assert (run.path / "config.yaml").read_text() == to_yaml(run.config)
+    assert meta["config_hash"] == config_hash(run.config)
+    assert run.path.name.endswith(f"-quickstart-{meta['config_hash'][:8]}")
+    assert meta["environment"]["packages"]["torch"] != "absent"
+    commit, dirty = git_commit()
+    assert (meta["commit"], meta["dirty"]) == (commit, dirty)
+
+
+def test_commit_is_the_one_of_this_tree() -> None:
+    inside = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    assert git_commit()[0] == (inside.stdout.strip() if inside.returncode == 0 else "none")
+
+
+def test_no_commit_outside_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mk.runs.ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert git_commit() == ("none", False)
+
+
+def test_runs_at_once_never_share_a_folder(tmp_path: Path) -> None:
+    config = load_config()
+    with ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(lambda _: RunFolder.create(config, root=tmp_path).path, range(8)))
+    assert len(set(paths)) == 8
+    first = min(paths, key=lambda path: len(path.name))
+    assert {path.name for path in paths} == {first.name} | {f"{first.name}-{n}" for n in range(2, 9)}
+
+
+def test_run_dir_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(MkError, match="cannot make the run folder"):
+        RunFolder.create(load_config([f"run_dir={tmp_path}/file"]))
+
+
+def test_a_row_carries_the_axes_of_its_run_and_survives_the_file(run: RunFolder) -> None:
+    row = make_row(run, tok_s=20.5, build_hash="abc")
+    run.append_row(row)
+    run.append_row(make_row(run))
+    assert read_rows(run.path / "rows.jsonl")[0] == row
+    assert len(read_rows(run.path / "rows.jsonl")) == 2
+    assert (row.batch, row.schedule, row.placement, row.routing) == (4, "work_stealing", "row_owner", "checkpoint")
+    assert (row.config_hash, row.tok_s, row.build_hash) == (run.meta["config_hash"], 20.5, "abc")
+
+
+def test_figures_that_do_not_apply_are_left_out_but_required_nulls_stay(run: RunFolder) -> None:
+    values = make_row(run).to_json()
+    assert "tok_s" not in values
+    assert values["build_hash"] is None
+
+
+@pytest.mark.parametrize("figure", [math.nan, math.inf, -math.inf])
+def test_figures_must_be_finite(run: RunFolder, figure: float) -> None:
+    with pytest.raises(MkError, match=r"row\.tok_s"):
+        make_row(run, tok_s=figure)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("batch", "4"),
+        ("batch", 4.0),
+        ("batch", True),
+        ("context", [1.5]),
+        ("context", 3),
+        ("checks", {"equal": 1}),
+        ("env", {"threads": 2}),
+        ("engine", None),
+        ("build_hash", 7),
+        ("tok_s", "fast"),
+        ("new_tokens", 2.5),
+        ("schema", 0),
+    ],
+)
+def test_wrong_types_name_the_field(run: RunFolder, field: str, value: Any) -> None:
+    values = asdict(make_row(run)) | {field: value}
+    with pytest.raises(MkError, match=rf"row\.{field}"):
+        Row.from_json(values)
+
+
+def test_an_int_may_stand_for_a_float(run: RunFolder) -> None:
+    assert make_row(run, tok_s=20).tok_s == 20
+
+
+def test_missing_and_unknown_fields_are_named(run: RunFolder) -> None:
+    values = make_row(run).to_json()
+    for name in values:
+        with pytest.raises(MkError, match=f"row lacks {name}"):
+            Row.from_json({key: value for key, value in values.items() if key != name})
+    with pytest.raises(MkError, match="row has unknown speed"):
+        make_row(run, speed=1.0)
+
+
+def test_a_damaged_file_names_its_line(run: RunFolder) -> None:
+    run.append_row(make_row(run))
+    with (run.path / "rows.jsonl").open("a") as file:
+        file.write('{"schema": 1\n')
+    with pytest.raises(MkError, match=r"rows\.jsonl:2"):
+        read_rows(run.path / "rows.jsonl")
+
+
+def test_wandb_writes_into_the_run_folder_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    with RunFolder.create(load_config(["logger=wandb"]), root=tmp_path / "runs") as run:
+        run.append_row(make_row(run, tok_s=20.5))
+    assert list(run.path.glob("wandb/offline-run-*/*.wandb"))
+    assert not list(here.iterdir())
