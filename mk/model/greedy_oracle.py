@@ -1,0 +1,116 @@
+"""Greedy decode by somebody else's code: transformers' own model, or where that is too large our PyTorch reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mk.model import tensors
+from mk.model.memory import free_memory
+from mk.model.opening import Model
+from mk.model.reference import greedy_decode, reference_forward
+
+TRANSFORMERS = "transformers"
+REFERENCE = "reference"
+_LARGEST = 4 << 30  # bytes of float32 weights that transformers is given
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first token of a row that the oracle chose otherwise."""
+
+    row: int
+    index: int  # among the new tokens
+    got: int | None  # None: the row ended before the oracle's
+    expected: int | None
+    margin: float  # between the two largest logits there, float32
+
+
+class GreedyOracle:
+    """float32, eager attention, greedy; each row alone, so no padding enters. `name` says whose code decodes."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        nbytes = 4 * tensors.parameter_count(model.geometry)
+        # twice: the source's tensors stand beside the copy while it is filled
+        fits = nbytes <= _LARGEST and 2 * nbytes < free_memory(torch.device("cpu"))
+        self.name = TRANSFORMERS if fits else REFERENCE
+        self._theirs = _transformers_model(model) if fits else None
+
+    @torch.no_grad()
+    def decode(self, prompt: Sequence[int], new_tokens: int, eos: Sequence[int]) -> list[int]:
+        """Up to `new_tokens` tokens after the prompt; the first of `eos` ends it and is kept."""
+        if self._theirs is None:
+            source = self._model.source
+            return greedy_decode(source.geometry, source.tensor, prompt, new_tokens, eos=eos)
+        ids = torch.tensor([list(prompt)])
+        out = self._theirs.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            eos_token_id=list(eos) or None,
+            pad_token_id=0,
+        )
+        tokens: list[int] = out[0, len(prompt) :].tolist()
+        return tokens
+
+    def compare(self, row: int, prompt: Sequence[int], tokens: Sequence[int], eos: Sequence[int]) -> Divergence | None:
+        """Where `tokens`, decoded after `prompt`, leave the oracle's; None if nowhere."""
+        expected = self.decode(prompt, len(tokens), eos)
+        for index in range(max(len(tokens), len(expected))):
+            got = tokens[index] if index < len(tokens) else None
+            wanted = expected[index] if index < len(expected) else None
+            if got != wanted:
+                return Divergence(row, index, got, wanted, self._margin([*prompt, *expected[:index]]))
+        return None
+
+    @torch.no_grad()
+    def _margin(self, context: list[int]) -> float:
+        if self._theirs is not None:
+            logits = self._theirs(torch.tensor([context])).logits[0, -1]
+        else:
+            source = self._model.source
+            logits = reference_forward(source.geometry, source.tensor, torch.tensor(context), keep=1)[0]
+        first, second = logits.float().topk(2).values.tolist()
+        return float(first - second)
+
+
+def _transformers_model(model: Model) -> Any:
+    """`Cohere2MoeForCausalLM`, float32, eager attention; a checkpoint is read by transformers' own loader."""
+    from transformers import AutoConfig
+    from transformers.models.cohere2_moe.modeling_cohere2_moe import Cohere2MoeForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config = AutoConfig.from_pretrained(model.folder)
+    config.sliding_window = model.geometry.window_keys  # transformers counts the query's own key
+    if model.weights_label == "checkpoint":
+        theirs = Cohere2MoeForCausalLM.from_pretrained(
+            model.folder, config=config, dtype=torch.float32, attn_implementation="eager"
+        )
+    else:
+        config._attn_implementation = "eager"
+        theirs = Cohere2MoeForCausalLM(config).float()
+        theirs.load_state_dict(_transformers_state(model))
+    theirs.generation_config = type(theirs.generation_config)()  # the folder's may sample
+    return theirs.eval()
+
+
+def _transformers_state(model: Model) -> dict[str, torch.Tensor]:
+    """The source's tensors under the names of transformers' modules, which stack a layer's experts."""
+    geometry, get = model.geometry, model.source.tensor
+    state = {name: get(name).float() for name in tensors.tensor_shapes(geometry) if ".experts." not in name}
+    state["lm_head.weight"] = state[tensors.EMBED]  # tied
+    for layer in geometry.sparse_layers:
+        stacked = {
+            p: [get(tensors.expert(layer, e, p)) for e in range(geometry.experts)] for p in ("gate", "up", "down")
+        }
+        experts = f"model.layers.{layer}.mlp.experts"
+        halves = [torch.cat(pair) for pair in zip(stacked["gate"], stacked["up"], strict=True)]
+        state[f"{experts}.gate_up_proj"] = torch.stack(halves).float()
+        state[f"{experts}.down_proj"] = torch.stack(stacked["down"]).float()
+    return state
