@@ -1,0 +1,241 @@
+"""Lowering: from a step's waves to per-SM lists of descriptors and counters with targets.
+
+Waits are derived, not written: a wave waits for every wave that wrote what it reads, unless its SM already knows that
+wave to be complete. An SM knows what it waited for and, with that, all that the waited-for wave's SMs knew when they
+signalled. So an SM polls a counter once a phase, and signals a phase once, with its last task of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mk.errors import MkError
+from mk.graph import StepShape, resolve
+from mk.isa import LOCAL_BUFFERS, NONE, Buffer, Flag, Op, Word, Words
+from mk.schedule.orders import check_order
+from mk.schedule.placement import SmIds, make_placement
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """A counter's name, for messages, and what all SMs together add to it in a step."""
+
+    name: str
+    per_step: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """A lowered step: what the kernel, the interpreter and the verifier execute.
+
+    words: all descriptors, int32 [n, 32], SM after SM. offsets: int32 [n_sm + 1], the first descriptor of each SM.
+    """
+
+    shape: StepShape
+    words: Words
+    offsets: npt.NDArray[np.int32]
+    counters: tuple[Counter, ...]
+    wave_order: tuple[str, ...]
+    placement: str
+
+    def sm(self, sm: int) -> Words:
+        """Descriptors of one SM in program order [m, 32], a view."""
+        return self.words[self.offsets[sm] : self.offsets[sm + 1]]
+
+    @property
+    def sm_of(self) -> npt.NDArray[np.int64]:
+        """SM of every descriptor [n]."""
+        return np.repeat(np.arange(self.shape.n_sm), np.diff(self.offsets))
+
+    @property
+    def schedule_hash(self) -> str:
+        """Hash of everything that is executed: descriptors, their SMs, counter increments."""
+        digest = hashlib.sha256(self.words.tobytes())
+        digest.update(self.offsets.tobytes())
+        digest.update(np.array([counter.per_step for counter in self.counters], np.int32).tobytes())
+        return digest.hexdigest()[:16]
+
+
+@dataclass(slots=True)
+class _Wave:
+    name: str
+    layer: int
+    op: Op
+    tasks: Words
+    sms: SmIds
+
+
+def lower(shape: StepShape, wave_order: tuple[str, ...] | list[str], placement: str) -> Program:
+    """Build, place and lower one step. Raises MkError for an unknown wave or placement, or one that does not fit."""
+    order = check_order(wave_order)
+    placer = make_placement(placement, shape)
+    waves: list[_Wave] = []
+    ordinal = 0
+    for name, layer in _step_waves(shape, order):
+        op, tasks = shape.wave_tasks(name, layer)
+        if op is None:
+            continue
+        tasks[:, Word.TASK] = ordinal + np.arange(len(tasks))
+        ordinal += len(tasks)
+        sms = placer.place(op, name, layer, tasks)
+        by_sm = np.argsort(sms, kind="stable")
+        waves.append(_Wave(name, layer, op, *_join(tasks[by_sm], sms[by_sm], op)))
+    _drop_unread(waves)
+    counters = _synchronise(shape, waves)
+    words = np.concatenate([wave.tasks for wave in waves])
+    sms = np.concatenate([wave.sms for wave in waves])
+    by_sm = np.argsort(sms, kind="stable")
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(sms, minlength=shape.n_sm))]).astype(np.int32)
+    return Program(shape, np.ascontiguousarray(words[by_sm]), offsets, tuple(counters), order, placement)
+
+
+def _step_waves(shape: StepShape, order: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+    layers = shape.geometry.layers
+    yield "embed", 0
+    for layer in range(layers):
+        for name in shape.layer_waves(layer, order):
+            yield name, layer
+    yield "lm_head", layers
+    yield "sample", layers
+
+
+def _join(tasks: Words, sms: SmIds, op: Op) -> tuple[Words, SmIds]:
+    """Join neighbouring strips that one SM runs in a row into one descriptor; the SM streams them in one go."""
+    whole_k = (tasks[:, Word.K_SLOTS] == 0) | (tasks[:, Word.K_SLOTS] == tasks[:, Word.STRIP_PITCH])
+    joinable = (tasks[:, Word.TILES] == 1) & whole_k  # parts of strips would leave holes between them
+    if op.everywhere or (op.phase and not joinable.all()) or len(tasks) < 2:
+        return tasks, sms
+    same = tasks.copy()
+    same[:, [Word.TILE, Word.TASK]] = 0
+    follows = np.zeros(len(tasks), bool)
+    follows[1:] = (
+        (same[1:] == same[:-1]).all(axis=1)
+        & (sms[1:] == sms[:-1])
+        & joinable[1:]
+        & (tasks[1:, Word.TILE] == tasks[:-1, Word.TILE] + 1)
+    )
+    heads = np.flatnonzero(~follows)
+    joined = tasks[heads].copy()
+    joined[:, Word.TILES] = np.where(joinable[heads], np.diff(np.append(heads, len(tasks))), joined[:, Word.TILES])
+    return joined, sms[heads]
+
+
+def _drop_unread(waves: list[_Wave]) -> None:
+    """Drop copies of per-SM work from SMs that use none of it: a top-k where no task of the layer reads ROUTE.
+
+    Nothing would follow such a task, so no counter could tell when it has read its input.
+    """
+    readers: dict[tuple[object, int], set[int]] = {}
+    for wave in waves:
+        for access in wave.op.reads:
+            if access.buffer in LOCAL_BUFFERS:
+                readers.setdefault((access.buffer, wave.layer + access.ahead), set()).update(wave.sms.tolist())
+    for wave in waves:
+        if wave.op.everywhere and all(access.buffer in LOCAL_BUFFERS for access in wave.op.writes):
+            used = set().union(*(readers.get((a.buffer, wave.layer + a.ahead), set()) for a in wave.op.writes))
+            keep = np.isin(wave.sms, list(used))
+            published = bool((wave.tasks[:, Word.FLAGS] & Flag.PUBLISH).any())
+            wave.tasks, wave.sms = wave.tasks[keep], wave.sms[keep]
+            if published and not (wave.tasks[:, Word.FLAGS] & Flag.PUBLISH).any():
+                wave.tasks[:1, Word.FLAGS] |= Flag.PUBLISH
+
+
+def _synchronise(shape: StepShape, waves: list[_Wave]) -> list[Counter]:
+    """Fill waits and signals in place; returns the counters.
+
+    Steps are closed: an SM's first task knows the previous step to be over, and the last wave knows every SM's last
+    task to be done, so hazards across steps need no waits of their own.
+
+    Every wave that anyone reads has one counter, signalled once by each SM that takes part. `known[sm]` is a bit set of
+    waves whose completion this SM may rely on; `implied[w]` what the completion of wave w implies.
+    """
+    counters: list[Counter] = []
+    counter_of: dict[int, int] = {}
+    writers: dict[tuple[Buffer, int], list[int]] = {}
+    known = [0] * shape.n_sm
+    implied = [0] * len(waves)
+    for index, wave in enumerate(waves):
+        for access in wave.op.writes:
+            for buffer in _buffers(shape, wave, access):
+                writers.setdefault((buffer, wave.layer + access.ahead), []).append(index)
+    previous = len(waves)  # stands for "the previous step is over", known through the counter of the step's last wave
+    implied.append(0)
+    for index, wave in enumerate(waves):
+        needs = _needs(shape, wave, writers)
+        first = np.flatnonzero(np.diff(wave.sms, prepend=-1))
+        alike: dict[int, list[int]] = {}  # SMs that know the same wait for the same
+        for start in first.tolist():
+            alike.setdefault(known[wave.sms[start]], []).append(start)
+        for state, starts in alike.items():
+            waits = _minimal([need for need in needs if not state >> need & 1], implied)
+            if not any(bits >> previous & 1 for bits in (state, *(implied[need] for need in waits))):
+                waits = [*waits, previous]
+            if len(waits) > 2:
+                raise MkError(f"wave {wave.name} of layer {wave.layer} needs {len(waits)} waits, a task has two")
+            for slot, need in zip((Word.WAIT0, Word.WAIT1), waits, strict=False):
+                counter = counter_of.setdefault(min(need, len(waves) - 1), len(counter_of))
+                # count and increment are filled in below, once the signallers are known
+                wave.tasks[starts, slot : slot + 3] = counter, int(need != previous), 1
+                state |= implied[need] | 1 << need
+            implied[index] |= state
+            for start in starts:
+                known[wave.sms[start]] = state
+    for need, _ in sorted(counter_of.items(), key=lambda item: item[1]):
+        wave = waves[need]
+        last = np.flatnonzero(np.diff(wave.sms, append=-1))
+        wave.tasks[last, Word.SIGNAL] = counter_of[need]
+        wave.tasks[last, Word.SIGNAL_VALUE] = 1
+        counters.append(Counter(f"{wave.name}.{wave.layer}", len(last)))
+    _announce_tails(waves, counters)
+    per_step = np.array([counter.per_step for counter in counters], np.int32)
+    for wave in waves:
+        for slot in (Word.WAIT0, Word.WAIT1):
+            waiting = wave.tasks[:, slot] != NONE
+            increments = per_step[wave.tasks[waiting, slot]]
+            wave.tasks[waiting, slot + 1] *= increments
+            wave.tasks[waiting, slot + 2] = increments
+    return counters
+
+
+def _announce_tails(waves: list[_Wave], counters: list[Counter]) -> None:
+    """Let the step's last wave wait for every SM: one whose last task signals nothing signals what that wave awaits.
+
+    Only SMs that take no part in the last product (a vocabulary of few strips) have such a task.
+    """
+    awaited = int(waves[-1].tasks[0, Word.WAIT0])
+    seen: set[int] = set(waves[-1].sms.tolist())
+    silent = 0
+    for wave in reversed(waves[:-1]):
+        for last in np.flatnonzero(np.diff(wave.sms, append=-1)):
+            if int(wave.sms[last]) not in seen and wave.tasks[last, Word.SIGNAL] == NONE:
+                wave.tasks[last, [Word.SIGNAL, Word.SIGNAL_VALUE]] = awaited, 1
+                silent += 1
+        seen.update(wave.sms.tolist())
+    counters[awaited] = Counter(counters[awaited].name, counters[awaited].per_step + silent)
+
+
+def _buffers(shape: StepShape, wave: _Wave, access: object) -> set[Buffer]:
+    return {resolve(access, wave.layer, shape, wave.tasks[0])}  # type: ignore[arg-type]
+
+
+def _needs(shape: StepShape, wave: _Wave, writers: dict[tuple[Buffer, int], list[int]]) -> list[int]:
+    """Waves (indices) of this step that this wave reads from across SMs."""
+    needs: set[int] = set()
+    for access in wave.op.reads:
+        if access.ahead < 0:
+            continue  # what the previous step left: every SM waits for that step's end before its first task
+        buffer = resolve(access, wave.layer, shape, wave.tasks[0])
+        if buffer in LOCAL_BUFFERS or buffer == Buffer.QUEUES:
+            continue  # program order carries the first; the second was cleared a step ago
+        needs.update(writers.get((buffer, wave.layer), ()))
+    return sorted(needs)
+
+
+def _minimal(needs: list[int], implied: list[int]) -> list[int]:
+    """Drop a need that another one's completion implies."""
+    return [need for need in needs if not any(other != need and implied[other] >> need & 1 for other in needs)]

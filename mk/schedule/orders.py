@@ -1,0 +1,28 @@
+"""Wave orders: in which sequence the waves of a layer stand in every SM's list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mk.errors import MkError
+from mk.graph import LAYER_WAVES, WAVE_NAMES
+from mk.isa import ISA
+
+
+def check_order(waves: Sequence[str]) -> tuple[str, ...]:
+    """All of `LAYER_WAVES` in any sequence, or an `MkError` that names what is wrong.
+
+    Waves that a registered operation adds to the layer may stand among them. Whether the order can run (a wave may not
+    stand before one it waits for) is the verifier's to say.
+    """
+    added = {op.wave for op in ISA.rows.values()} - set(WAVE_NAMES)
+    unknown = [wave for wave in waves if wave not in LAYER_WAVES and wave not in added]
+    if unknown:
+        raise MkError(f"unknown wave {unknown[0]!r} in the wave order", hint=f"waves are {', '.join(LAYER_WAVES)}")
+    missing = [wave for wave in LAYER_WAVES if wave not in waves]
+    if missing:
+        raise MkError(f"the wave order leaves out {', '.join(missing)}", hint="a plan leaves waves empty by itself")
+    twice = [wave for wave in waves if list(waves).count(wave) > 1]
+    if twice:
+        raise MkError(f"wave {twice[0]!r} stands twice in the wave order")
+    return tuple(waves)
