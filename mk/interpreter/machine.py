@@ -1,0 +1,122 @@
+"""The machine: loads a lowered program and decodes with it, descriptor by descriptor, on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from mk.errors import MkError
+from mk.interpreter import attention, moe, projections  # noqa: F401  (they register their executors)
+from mk.interpreter.memory import Memory, WeightSlots
+from mk.interpreter.numerics import rounding
+from mk.interpreter.registry import EXECUTORS, Bench, Task
+from mk.interpreter.sms import INTERLEAVINGS, Compiled, Counters, execute, waits_of
+from mk.interpreter.step import Step, StepInputs, StepOutputs
+from mk.isa import ISA, NONE, Word
+from mk.kv import KVCache
+from mk.model.packing import PackedWeights
+from mk.routing import Router
+from mk.schedule.lower import Program
+
+
+class Machine:
+    """N virtual SMs, their memory, and the program they run.
+
+    numerics: "float32", or "kernel" = bf16 at the kernel's rounding points. seed and interleaving ("random" or "eager",
+    see `mk/interpreter/sms.py`): in which order SMs that can run do run; no legal order changes a bit. router: replaces
+    the routers' choice of experts. trace: record who ran when in `StepOutputs.trace`.
+    """
+
+    def __init__(
+        self,
+        weights: PackedWeights,
+        kv: KVCache,
+        numerics: str = "float32",
+        seed: int = 0,
+        router: Router | None = None,
+        interleaving: str = "random",
+        trace: bool = False,
+    ) -> None:
+        if interleaving not in INTERLEAVINGS:
+            raise MkError(f"interleaving={interleaving} is not one of {', '.join(INTERLEAVINGS)}")
+        self.geometry = weights.geometry
+        self.weights = WeightSlots(weights)
+        self.kv = kv
+        self.numerics = numerics
+        self.store = rounding(numerics)
+        self.router = router
+        self.trace = trace
+        self.pick = INTERLEAVINGS[interleaving](seed)
+        self.steps_done = 0
+        self.epoch = 0
+        self.program: Program | None = None
+        self.memory: Memory
+
+    def load(self, program: Program, epoch: int = 0) -> None:
+        """Compile a program's descriptors and clear the counters, as if `epoch` steps had been run since.
+
+        Tokens that were fed back stay when the batch size does, so a bucket may grow between two steps.
+        """
+        if program.shape.geometry != self.geometry:
+            raise MkError("the program was lowered for another geometry than the weights'")
+        memory = Memory(program.shape)
+        if self.program is not None and self.program.shape.rows == program.shape.rows:
+            memory.tokens = self.memory.tokens
+        self.program, self.memory = program, memory
+        bench = Bench(program.shape, memory, self.weights, self.kv, self.store, self.router)
+        lists = (program.sm(sm).tolist() for sm in range(program.shape.n_sm))
+        self.lists = [[self._compile(bench, words, sm) for words in tasks] for sm, tasks in enumerate(lists)]
+        self.epoch = epoch
+        self.counters = Counters(program, epoch)
+
+    def _compile(self, bench: Bench, words: list[int], sm: int) -> Compiled:
+        op = ISA.rows.get(words[Word.OPCODE])
+        if op is None or op.name not in EXECUTORS:
+            name = f"opcode {words[Word.OPCODE]}" if op is None else f"operation {op.name}"
+            raise MkError(f"{name} has no executor", hint="see mk/ADDING_AN_OP.md")
+        run = EXECUTORS[op.name](bench, Task(words, sm, bench.memory.private[sm]))
+        value = words[Word.SIGNAL_VALUE] if words[Word.SIGNAL] != NONE else 0
+        return Compiled(run, waits_of(words), words[Word.SIGNAL], value)
+
+    def step(self, inputs: StepInputs) -> StepOutputs:
+        """Decode one token in every active row. See `run`."""
+        return self.run(inputs, 1)[0]
+
+    def run(self, inputs: StepInputs, steps: int) -> list[StepOutputs]:
+        """Decode `steps` tokens in every active row, each fed back; contexts grow by one a step.
+
+        Steps overlap as far as the counters allow, as they do in a launch of several steps. Pages for all of them must
+        be reserved. Raises MkError naming the row for inputs that do not fit, Stalled when the program can not go on;
+        after either the program must be loaded again.
+        """
+        if self.program is None:
+            raise MkError("no program is loaded", hint="Machine.load first")
+        shape = self.program.shape
+        keys = np.asarray(inputs.keys, np.int64)
+        if inputs.tokens is not None:
+            tokens = np.asarray(inputs.tokens, np.int64)
+            if tokens.shape != (shape.rows,):
+                raise MkError(f"tokens has shape {tokens.shape}, the program was built for {shape.rows} rows")
+            self.memory.tokens[:] = tokens.tolist()
+
+        def make(index: int) -> Callable[[], Step]:
+            grown = replace(inputs, keys=np.where(keys == 0, 0, keys + index))
+            return lambda: Step(shape, grown, self.epoch + index, self.steps_done + index, self.store)
+
+        trace: list[list[tuple[int, int]]] | None = [] if self.trace else None
+        # inf and NaN are data here: an unused row may hold anything, and status flags report what matters
+        with np.errstate(all="ignore"):
+            plan = [make(index) for index in range(steps)]
+            made = execute(self.program, self.lists, self.counters, plan, self.epoch, self.pick, trace)
+        self.epoch += steps
+        self.steps_done += steps
+        outputs = [step.outputs for step in made]
+        for out, events in zip(outputs, trace or (), strict=False):
+            out.trace = events
+        return outputs
+
+    def poison(self) -> None:
+        """Fill every buffer with NaN between steps: whatever a task reads must have been written in its own step."""
+        self.memory.poison()

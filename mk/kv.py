@@ -1,0 +1,191 @@
+"""Paged KV memory: pools of 64-token pages, the tables that map a sequence's blocks to them, and their allocation.
+
+Full and sliding layers have their own pools and tables, because a sliding layer gives back the pages that fell out of
+its window. A page holds 64 tokens of every layer and KV head of its kind, so one table serves all layers of a kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from mk.errors import MkError
+from mk.model.geometry import PAGE, Geometry
+
+KINDS = ("full", "sliding")
+ABSENT = -1  # a block that has no page: never reserved, or released
+
+Blocks = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+
+
+def kv_layers(geometry: Geometry, kind: str) -> tuple[int, ...]:
+    """Layers of one kind; a layer's index in this tuple is its index inside a page."""
+    return geometry.full_layers if kind == "full" else geometry.sliding_layers
+
+
+def first_visible(keys: int, window: int | None) -> int:
+    """First key that the query of the last of `keys` tokens sees; `window` None = full attention."""
+    return 0 if window is None else max(0, keys - window)
+
+
+class PageTable:
+    """Physical page of every block of every batch slot: `table[kind]` is int32 [slots, max_blocks].
+
+    Block i holds tokens 64 i .. 64 i + 63 of the sequence, on either kind: a released block leaves a hole (`ABSENT`).
+    """
+
+    def __init__(self, slots: int, max_blocks: int) -> None:
+        self.slots = slots
+        self.max_blocks = max_blocks
+        self.table: dict[str, Blocks] = {kind: np.full((slots, max_blocks), ABSENT, np.int32) for kind in KINDS}
+
+    def __getitem__(self, kind: str) -> Blocks:
+        return self.table[kind]
+
+    def rows(self, slots: Sequence[int]) -> dict[str, Blocks]:
+        """The table of a batch: row i of the result is a copy of slot `slots[i]`."""
+        return {kind: blocks[list(slots)] for kind, blocks in self.table.items()}
+
+
+@dataclass
+class PageAllocator:
+    """Hands pages of both kinds to the slots of a `PageTable`.
+
+    pages: pages of each pool, by kind. seed: free pages are handed out in a seeded random order, so that nothing may
+    lean on neighbouring blocks having neighbouring pages; None = ascending.
+    """
+
+    geometry: Geometry
+    pages: Mapping[str, int]
+    slots: int
+    max_blocks: int
+    seed: int | None = None
+    table: PageTable = field(init=False)
+    free_pages: dict[str, list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.table = PageTable(self.slots, self.max_blocks)
+        self.free_pages = {}
+        for kind in KINDS:
+            order = np.arange(self.pages[kind])
+            if self.seed is not None:
+                np.random.default_rng((self.seed, KINDS.index(kind))).shuffle(order)
+            self.free_pages[kind] = order[::-1].tolist()  # popped from the end
+        self._end = {kind: [0] * self.slots for kind in KINDS}  # blocks that were ever given to the slot
+
+    def reserve(self, slot: int, keys: int) -> None:
+        """Room for the first `keys` tokens of a slot's sequence.
+
+        A sliding layer gets no page for blocks that no query from the last of these tokens on can see. All or nothing:
+        raises MkError naming the slot, what it needs and what is free, with the table unchanged.
+        """
+        end = -(-keys // PAGE)
+        if end > self.max_blocks:
+            raise MkError(f"slot {slot}: {keys} keys need {end} blocks, its page table has {self.max_blocks}")
+        wanted: dict[str, range] = {}
+        for kind in KINDS:
+            if not kv_layers(self.geometry, kind):
+                continue
+            window = self.geometry.window_keys if kind == "sliding" else None
+            wanted[kind] = range(max(self._end[kind][slot], first_visible(keys, window) // PAGE), end)
+            free = len(self.free_pages[kind])
+            if len(wanted[kind]) > free:
+                raise MkError(
+                    f"slot {slot}: {keys} keys need {len(wanted[kind])} more {kind} pages, {free} are free",
+                    hint="finish or shorten a sequence, or give the KV cache more pages",
+                )
+        for kind, blocks in wanted.items():
+            for block in blocks:
+                self.table[kind][slot, block] = self.free_pages[kind].pop()
+            self._end[kind][slot] = max(self._end[kind][slot], end)
+
+    def release_window(self, slot: int, keys: int, window: int | None = None) -> int:
+        """Give back the sliding pages of a slot of `keys` tokens that its next query no longer sees; returns how many.
+
+        window: keys visible including the query's own, the geometry's by default.
+        """
+        visible = first_visible(keys + 1, self.geometry.window_keys if window is None else window)
+        return self._release(slot, "sliding", visible // PAGE)
+
+    def free(self, slot: int) -> None:
+        """Give back every page of a slot; its next sequence starts empty."""
+        for kind in KINDS:
+            self._release(slot, kind, self.max_blocks)
+            self._end[kind][slot] = 0
+
+    def _release(self, slot: int, kind: str, blocks: int) -> int:
+        held = self.table[kind][slot, :blocks]
+        pages = held[held != ABSENT].tolist()
+        self.free_pages[kind] += pages
+        held[:] = ABSENT
+        return len(pages)
+
+
+class KVCache:
+    """The pages themselves: `pools[kind]` is float32 [pages, layers of the kind, kv_heads, 2 (K, V), 64, head_dim].
+
+    Values of numerics=kernel are bf16 numbers in float32. Unused memory is NaN, so a key that is read without having
+    been written shows.
+    """
+
+    def __init__(self, geometry: Geometry, pages_full: int, pages_sliding: int) -> None:
+        self.geometry = geometry
+        self.pages = {"full": pages_full, "sliding": pages_sliding}
+        self.index = {layer: i for kind in KINDS for i, layer in enumerate(kv_layers(geometry, kind))}
+        heads, dim = geometry.kv_heads, geometry.head_dim
+        self.pools: dict[str, Floats] = {
+            kind: np.full((self.pages[kind], len(kv_layers(geometry, kind)), heads, 2, PAGE, dim), np.nan, np.float32)
+            for kind in KINDS
+        }
+
+    @classmethod
+    def for_contexts(cls, geometry: Geometry, slots: int, keys: int) -> KVCache:
+        """Enough pages for `slots` sequences of `keys` tokens, one page in hand for a window that straddles blocks."""
+        full = -(-keys // PAGE)
+        sliding = min(full, -(-geometry.window_keys // PAGE) + 1) if geometry.sliding_layers else 0
+        return cls(geometry, slots * full, slots * sliding)
+
+    def allocator(self, slots: int, max_blocks: int, seed: int | None = None) -> PageAllocator:
+        """An allocator of all of these pages."""
+        return PageAllocator(self.geometry, self.pages, slots, max_blocks, seed)
+
+    def write(self, table: PageTable, slot: int, layer: int, start: int, k: npt.ArrayLike, v: npt.ArrayLike) -> None:
+        """Store K and V [n, kv_heads, head_dim] of tokens start .. start + n - 1 of a slot.
+
+        On a sliding layer tokens without a page are dropped: none is reserved for what no later query sees. On a full
+        layer that is an MkError.
+        """
+        kind = self.geometry.layer_kinds[layer]
+        blocks, pool, index = table[kind][slot], self.pools[kind], self.index[layer]
+        values = np.stack([np.asarray(k, np.float32), np.asarray(v, np.float32)], axis=2)  # [n, heads, 2, dim]
+        end = start + len(values)
+        for block in range(start // PAGE, -(-end // PAGE)):
+            page = int(blocks[block]) if block < len(blocks) else ABSENT
+            if page == ABSENT:
+                if kind == "sliding" and block < len(blocks):
+                    continue
+                raise MkError(f"slot {slot}: block {block} of full layer {layer} has no page", hint="reserve first")
+            lo, hi = max(start, block * PAGE), min(end, (block + 1) * PAGE)
+            part = values[lo - start : hi - start].transpose(1, 2, 0, 3)
+            pool[page, index, :, :, lo - block * PAGE : hi - block * PAGE] = part
+
+    def read(self, blocks: Blocks, layer: int, head: int, lo: int, hi: int) -> tuple[Floats, Floats]:
+        """K and V of keys lo .. hi - 1 of one KV head, each [hi - lo, head_dim]; `blocks` is the row's table [blocks].
+
+        Rows outside are left out, not masked: unused memory may hold anything.
+        """
+        pool = self.pools[self.geometry.layer_kinds[layer]]
+        first = lo // PAGE
+        pages = blocks[first : -(-hi // PAGE)]
+        if (pages == ABSENT).any():
+            block = first + int(np.argmax(pages == ABSENT))
+            raise MkError(f"layer {layer}: block {block} of the context has no page", hint="reserve before the step")
+        index, dim = self.index[layer], self.geometry.head_dim
+        rows = slice(lo - first * PAGE, hi - first * PAGE)
+        k = pool[pages, index, head, 0].reshape(-1, dim)[rows]
+        v = pool[pages, index, head, 1].reshape(-1, dim)[rows]
+        return k, v

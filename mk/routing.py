@@ -1,0 +1,171 @@
+"""Routing modes: what top-k answers when it is not the router that decides.
+
+The router GEMM runs in every mode and its counter is waited for; a mode only replaces the ids inside top-k, fresh every
+step, so nothing upstream of the logits can know them (`oracle` excepted: it exists to price that wait). The weight of a
+replaced id is still the sigmoid of its own logit.
+
+A mode is a pure function of (layer, step, row), drawn from counter-based noise: every SM runs top-k for itself, and
+interpreter and kernel must come to the same ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mk.config import RoutingConfig
+from mk.errors import MkError
+from mk.model.geometry import Geometry
+from mk.sampling import philox4x32
+
+Ids = npt.NDArray[np.int64]
+Logits = npt.NDArray[np.float32]
+
+
+class Router(Protocol):
+    """Called inside top-k."""
+
+    def __call__(self, layer: int, step: int, logits: Logits) -> Ids:
+        """Expert ids int64 [rows, top_k], distinct in a row, for router logits float32 [rows, experts].
+
+        `step` counts decode steps from 0. An inactive row's logits are all NaN, its ids are ignored.
+        """
+        ...
+
+
+def make_router(config: RoutingConfig, geometry: Geometry, rows: int) -> Router | None:
+    """The configured mode for a batch of `rows`; None leaves the choice to the model's own router.
+
+    Raises MkError where the mode does not fit the geometry or the batch, naming the value.
+    """
+    g = geometry
+    if config.name == "checkpoint":
+        return None
+    if not g.sparse_layers:
+        raise MkError(f"routing={config.name} needs a layer with experts, this model has none")
+    most = min(rows * g.top_k, g.experts)
+    if config.name in ("uniform", "oracle"):
+        return Uniform(g, config.seed or 0)
+    if config.name == "correlated":
+        distinct = config.distinct or 0
+        if not g.top_k <= distinct <= most:
+            raise MkError(
+                f"routing.distinct={distinct} must lie in {g.top_k}..{most}",
+                hint=f"{rows} rows choose {g.top_k} of {g.experts} experts each",
+            )
+        return Pool(g, config.seed or 0, distinct)
+    if config.name == "adversarial":
+        return Pool(g, config.seed or 0, g.top_k if config.pattern == "all_same" else most)
+    if config.name == "replay":
+        return Replay(Trace.load(Path(str(config.path))), g, rows)
+    raise MkError(f"unknown routing {config.name!r}")
+
+
+def _words(geometry: Geometry, seed: int, layer: int, step: int, stream: int) -> npt.NDArray[np.uint32]:
+    """One random word an expert [experts]; `stream` separates the rows."""
+    counter = np.zeros((-(-geometry.experts // 4), 4), np.uint64)
+    counter[:, 0] = np.arange(len(counter))
+    counter[:, 1:] = step & 0xFFFFFFFF, layer, stream
+    return philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32)).reshape(-1)[: geometry.experts]
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """Every row draws its experts by itself: a row's ids do not depend on the rows beside it.
+
+    They are the ids of an oracle too, which merely tells them to the producer before the step: same bytes, no wait.
+    """
+
+    geometry: Geometry
+    seed: int
+
+    def __call__(self, layer: int, step: int, logits: Logits) -> Ids:
+        words = [_words(self.geometry, self.seed, layer, step, row) for row in range(len(logits))]
+        return np.argsort(np.array(words), axis=1, kind="stable")[:, : self.geometry.top_k]
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The active rows take turns through a random pool of `distinct` experts, top_k at a time.
+
+    They touch exactly `distinct` experts, or as many as they can when too few rows are left. A pool of top_k is all
+    rows on one set; one of rows * top_k is no two rows sharing, or where the model has fewer experts, sharing least.
+    """
+
+    geometry: Geometry
+    seed: int
+    distinct: int
+
+    def __call__(self, layer: int, step: int, logits: Logits) -> Ids:
+        pool = np.argsort(_words(self.geometry, self.seed, layer, step, stream=0), kind="stable")[: self.distinct]
+        turn = np.cumsum(~np.isnan(logits).all(axis=1)) - 1  # place of each row among the active ones
+        places = np.maximum(turn, 0)[:, None] * self.geometry.top_k + np.arange(self.geometry.top_k)
+        return pool[places % self.distinct]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Recorded expert ids, int16 [steps, sparse layers, rows, top_k]; -1 marks an inactive row."""
+
+    layers: tuple[int, ...]
+    ids: npt.NDArray[np.int16]
+
+    @classmethod
+    def record(cls, steps: Sequence[Mapping[int, Ids]]) -> Trace:
+        """From each step's ids by layer, as the machine reports them."""
+        layers = tuple(sorted(steps[0]))
+        return cls(layers, np.array([[step[layer] for layer in layers] for step in steps], np.int16))
+
+    def save(self, path: Path) -> None:
+        np.savez_compressed(path, layers=np.array(self.layers, np.int16), ids=self.ids)
+
+    @classmethod
+    def load(cls, path: Path) -> Trace:
+        """Raises MkError for a file that is missing or is not a trace."""
+        if not path.is_file():
+            raise MkError(f"routing.path={path}: no such file", hint="quickstart writes routing.npz in its run folder")
+        try:
+            with np.load(path) as arrays:
+                layers, ids = arrays["layers"], arrays["ids"]
+        except (OSError, ValueError, KeyError, IndexError, EOFError, TypeError) as error:
+            raise MkError(f"routing.path={path}: is not a routing trace ({type(error).__name__})") from error
+        if ids.ndim != 4 or not ids.size or ids.shape[1] != len(layers):
+            raise MkError(f"routing.path={path}: ids of shape {list(ids.shape)} for {len(layers)} layers")
+        return cls(tuple(int(layer) for layer in layers), ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The ids of a recorded run, step by step."""
+
+    trace: Trace
+    geometry: Geometry
+    rows: int
+
+    def __post_init__(self) -> None:
+        g, ids = self.geometry, self.trace.ids
+        if self.trace.layers != g.sparse_layers:
+            raise MkError(
+                f"routing=replay: the trace has layers {list(self.trace.layers)}, the model routes on layers "
+                f"{list(g.sparse_layers)}"
+            )
+        if ids.shape[3] != g.top_k or ids.max() >= g.experts:
+            raise MkError(
+                f"routing=replay: the trace has {ids.shape[3]} ids a row up to {ids.max()}, the model chooses "
+                f"{g.top_k} of {g.experts} experts"
+            )
+        if ids.shape[2] != self.rows:
+            raise MkError(f"routing=replay: the trace has {ids.shape[2]} rows, the batch {self.rows}")
+
+    def __call__(self, layer: int, step: int, logits: Logits) -> Ids:
+        steps = len(self.trace.ids)
+        if step >= steps:
+            raise MkError(f"routing=replay: the trace ends after {steps} steps", hint="decode fewer tokens")
+        ids = self.trace.ids[step, self.trace.layers.index(layer)].astype(np.int64)
+        # a row that was inactive when the trace was made may be active now: any ids will do
+        return np.where(ids < 0, np.arange(self.geometry.top_k), ids)
