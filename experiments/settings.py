@@ -13,7 +13,9 @@ from dataclasses import dataclass
 class Quickstart:
     name: str
     prompt: str
+    prompts: list[str] | None  # one a row, in the place of `prompt`
     new_tokens: int  # decoded in each row
+    ragged: list[int] | None  # contexts of a second batch, decoded after a first one of size 1
     check: bool  # compare with transformers' greedy decode
 
 
