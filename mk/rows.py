@@ -50,6 +50,9 @@ class Row:
     prefill_s: float | None = None
     decode_s: float | None = None
     tok_s: float | None = None  # decoded tokens a second, all rows together
+    schedule_hash: str | None = None  # of the program that ran last
+    distinct_experts: float | None = None  # that a sparse layer touched in a step, mean over layers and steps
+    equal_tokens: int | None = None  # before the first difference from the oracle of `checks`, all rows together
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(Row)

@@ -12,6 +12,7 @@ from mk.model import tensors
 from mk.model.memory import free_memory
 from mk.model.opening import Model
 from mk.model.reference import greedy_decode, reference_forward
+from mk.threads import threads_for
 
 TRANSFORMERS = "transformers"
 REFERENCE = "reference"
@@ -34,27 +35,28 @@ class GreedyOracle:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        nbytes = 4 * tensors.parameter_count(model.geometry)
+        self._nbytes = 4 * tensors.parameter_count(model.geometry)
         # twice: the source's tensors stand beside the copy while it is filled
-        fits = nbytes <= _LARGEST and 2 * nbytes < free_memory(torch.device("cpu"))
+        fits = self._nbytes <= _LARGEST and 2 * self._nbytes < free_memory(torch.device("cpu"))
         self.name = TRANSFORMERS if fits else REFERENCE
         self._theirs = _transformers_model(model) if fits else None
 
     @torch.no_grad()
     def decode(self, prompt: Sequence[int], new_tokens: int, eos: Sequence[int]) -> list[int]:
         """Up to `new_tokens` tokens after the prompt; the first of `eos` ends it and is kept."""
-        if self._theirs is None:
-            source = self._model.source
-            return greedy_decode(source.geometry, source.tensor, prompt, new_tokens, eos=eos)
-        ids = torch.tensor([list(prompt)])
-        out = self._theirs.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=new_tokens,
-            eos_token_id=list(eos) or None,
-            pad_token_id=0,
-        )
+        with threads_for(self._nbytes):
+            if self._theirs is None:
+                source = self._model.source
+                return greedy_decode(source.geometry, source.tensor, prompt, new_tokens, eos=eos)
+            ids = torch.tensor([list(prompt)])
+            out = self._theirs.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=new_tokens,
+                eos_token_id=list(eos) or None,
+                pad_token_id=0,
+            )
         tokens: list[int] = out[0, len(prompt) :].tolist()
         return tokens
 

@@ -1,0 +1,201 @@
+"""What the quickstart tells: on the terminal, and in the run folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from experiments.console import progress
+from mk.config import Config
+from mk.decode import Request
+from mk.engines import Engine, engine_name
+from mk.interpreter import StepOutputs
+from mk.model.greedy_oracle import TRANSFORMERS, Divergence, GreedyOracle
+from mk.model.opening import Model
+from mk.model.tensors import parameter_count
+from mk.routing import Trace
+from mk.runs import RunFolder
+
+
+@dataclass(slots=True)
+class Decoded:
+    """One batch, decoded. `requests[i]` is row i's, None where the row was inactive; `outputs` every step's."""
+
+    engine: Engine
+    requests: Sequence[Request | None]
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    outputs: list[StepOutputs] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[tuple[int, Request]]:
+        """The active rows and their requests."""
+        return [(row, request) for row, request in enumerate(self.requests) if request is not None]
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(len(request.tokens) for _, request in self.rows)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all rows together. Prefill gives each row its first token, which does not count."""
+        stepped = self.new_tokens - len(self.rows)
+        return stepped / self.decode_s if stepped else None
+
+    @property
+    def distinct_experts(self) -> float | None:
+        """Experts that a sparse layer touched in a step, averaged over layers and steps."""
+        if not self.outputs or not self.engine.geometry.sparse_layers:
+            return None
+        return sum(out.distinct_experts for out in self.outputs) / len(self.outputs)
+
+    def equal_tokens(self, differences: Sequence[Divergence]) -> int:
+        """Tokens before each row's first difference, all rows together."""
+        first = {difference.row: difference.index for difference in differences}
+        return sum(first.get(row, len(request.tokens)) for row, request in self.rows)
+
+
+class Report:
+    """Compares every batch with the oracle's greedy decode, writes its files and prints its lines."""
+
+    def __init__(self, cfg: Config, run: RunFolder, model: Model) -> None:
+        self.cfg, self.run, self.model = cfg, run, model
+        self.agree = True  # no token has differed yet
+        self._oracle: GreedyOracle | None = None
+
+    def header(self) -> None:
+        cfg, g = self.cfg, self.model.geometry
+        experts = f", {g.experts} experts top-{g.top_k}" if g.sparse_layers else ""
+        window = f", window {g.window_keys}" if g.sliding_layers else ""
+        size = f"{parameter_count(g) / 1e6:,.1f} M parameters"
+        print(f"model: {_model_name(cfg)}, {g.layers} layers{experts}{window}, {size}")
+        print(f"weights: {self.model.weights_label}")
+        engine = engine_name(cfg.engine.name)
+        plan = f", {cfg.gpu.sms} SMs, {cfg.schedule.name}, {cfg.wave_order.name}, {cfg.placement.name}"
+        print(f"engine: {engine}, {cfg.engine.numerics}{plan if engine != 'reference' else ''}", flush=True)
+
+    def add(self, decoded: Decoded, suffix: str = "") -> None:
+        """One decoded batch; `suffix` tells its files from another batch's."""
+        if len(decoded.requests) > 1:
+            self._print_rows(decoded)
+        self._print_figures(decoded)
+        skipped = self._why_unchecked()
+        if skipped:
+            print(f"  not compared with a greedy decode: {skipped}", flush=True)
+            self._write(decoded, suffix, None, [])
+            return
+        self._oracle = self._oracle or GreedyOracle(self.model)
+        differences = self._compare(self._oracle, decoded)
+        self._print_verdict(self._oracle, decoded, differences)
+        self._write(decoded, suffix, self._oracle, differences)
+        self.agree &= not differences
+
+    def _why_unchecked(self) -> str | None:
+        """Why the tokens are not compared with a greedy decode, None if they are."""
+        cfg = self.cfg
+        if not cfg.experiment.check:
+            return "experiment.check=false"
+        if cfg.sampling.temperature > 0:
+            return f"sampling={cfg.sampling.name} draws tokens, there is no one right answer"
+        if cfg.routing.name != "checkpoint":
+            return f"routing={cfg.routing.name} replaces the model's own choice of experts"
+        if cfg.engine.numerics != "float32":
+            return f"engine.numerics={cfg.engine.numerics} rounds where float32 does not"
+        return None
+
+    def _compare(self, oracle: GreedyOracle, decoded: Decoded) -> list[Divergence]:
+        """The first difference of each row that has one."""
+        found = []
+        with progress(f"greedy decode by {oracle.name}", len(decoded.requests)) as done:
+            for row, request in decoded.rows:
+                difference = oracle.compare(row, request.prompt, request.tokens, self.model.tokenizer.eos)
+                if difference is not None:
+                    found.append(difference)
+                done(row + 1)
+        return found
+
+    def _print_rows(self, decoded: Decoded) -> None:
+        """Each row's continuation, after the line of its prompt that it continues."""
+        for row, request in decoded.rows:
+            print(f"  row {row}, context {len(request.prompt)}, ended by {request.finish}")
+            decode = self.model.tokenizer.decode
+            line = decode(request.prompt, skip_special=True).rsplit("\n", 1)[-1]
+            print("  | " + indent(line + decode(request.tokens, skip_special=True)))
+
+    def _print_figures(self, decoded: Decoded) -> None:
+        rate, program = decoded.tokens_per_second, decoded.engine.program
+        speed = f", {rate:.1f} tokens/s" if rate else ""
+        seconds = f"prefill {decoded.prefill_s:.2f} s, decode {decoded.decode_s:.2f} s"
+        print(f"  new tokens {decoded.new_tokens}, {seconds}{speed}; weights: {self.model.weights_label}")
+        if program is not None:
+            print(f"  schedule {program.schedule_hash}, {len(program.words)} descriptors, verified")
+        if decoded.distinct_experts is not None:
+            print(f"  distinct experts a layer touched in a step {decoded.distinct_experts:.2f}", flush=True)
+
+    def _print_verdict(self, oracle: GreedyOracle, decoded: Decoded, differences: Sequence[Divergence]) -> None:
+        whose = "transformers'" if oracle.name == TRANSFORMERS else "the PyTorch reference's"
+        verdict = "differs from" if differences else "equal to"
+        tokens = f"{decoded.equal_tokens(differences)}/{decoded.new_tokens} tokens"
+        rows = f"rows {len(decoded.rows) - len(differences)}/{len(decoded.rows)}"
+        print(f"  {verdict} {whose} greedy decode: {tokens}, {rows}", flush=True)
+        for d in differences:
+            got, expected = (
+                "the end" if token is None else f"{token} {self.model.tokenizer.decode([token])!r}"
+                for token in (d.got, d.expected)
+            )
+            print(
+                f"error: row {d.row}, new token {d.index}: {got} where {whose} is {expected}; "
+                f"its two largest logits there differ by {d.margin:.2e}",
+                file=sys.stderr,
+            )
+
+    def _write(
+        self, decoded: Decoded, suffix: str, oracle: GreedyOracle | None, differences: Sequence[Divergence]
+    ) -> None:
+        """The batch's row, its routing trace (what `routing=replay` reads), the picture of the program it ended on."""
+        program = decoded.engine.program
+        checks = {} if oracle is None else {f"equal_to_{oracle.name}": not differences}
+        if program is not None:
+            checks["schedule_verified"] = True  # one that is refused is never loaded
+        row = self.run.row(
+            engine=decoded.engine.name,
+            dtype="bfloat16" if self.cfg.engine.numerics == "kernel" else "float32",
+            context=[0 if request is None else len(request.prompt) for request in decoded.requests],
+            checks=checks,
+            batch=len(decoded.requests),
+            weights=self.model.weights_label,
+            new_tokens=max(len(request.tokens) for _, request in decoded.rows),
+            prefill_s=decoded.prefill_s,
+            decode_s=decoded.decode_s,
+            tok_s=decoded.tokens_per_second,
+            schedule_hash=None if program is None else program.schedule_hash,
+            distinct_experts=decoded.distinct_experts,
+            equal_tokens=None if oracle is None else decoded.equal_tokens(differences),
+        )
+        self.run.append_row(row)
+        if decoded.distinct_experts is not None:
+            Trace.record([out.expert_ids for out in decoded.outputs]).save(self.run.path / f"routing{suffix}.npz")
+        if program is not None:
+            from mk.schedule.picture import draw_schedule  # matplotlib takes a second to import
+
+            shape, cfg = program.shape, self.cfg
+            title = "    ".join(
+                (
+                    f"{Path(_model_name(cfg)).name} (weights: {self.model.weights_label})",
+                    f"batch {shape.rows}, contexts up to {shape.bucket}, {shape.n_sm} SMs",
+                    f"{cfg.schedule.name}, {cfg.wave_order.name}, {program.placement}",
+                    f"schedule {program.schedule_hash}",
+                )
+            )
+            draw_schedule(program, self.run.path / f"schedule{suffix}.png", title, decoded.distinct_experts)
+
+
+def indent(text: str) -> str:
+    """Text whose new lines begin with the margin of quoted text."""
+    return text.replace("\n", "\n  | ")
+
+
+def _model_name(cfg: Config) -> str:
+    return cfg.model.path or cfg.model.name

@@ -1,0 +1,236 @@
+"""Engines: what computes a decode step. Each holds the KV of a fixed number of batch slots.
+
+`interpreter` executes lowered descriptors on virtual SMs, `reference` is the plain PyTorch forward. A batch decoder
+(`mk/decode.py`) drives either of them without knowing which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mk.config import Config
+from mk.errors import MkError
+from mk.interpreter import Machine, StepInputs, StepOutputs
+from mk.kv import KVCache
+from mk.model.geometry import PAGE, Geometry
+from mk.model.opening import Model
+from mk.model.packing import PackedWeights
+from mk.model.reference import LayerOutput, ReferenceCache, reference_forward
+from mk.model.tensors import WeightSource, parameter_count
+from mk.programs import Plan, Programs, bucket_for
+from mk.routing import Router, make_router
+from mk.sampling import SamplingParams, sample_row
+from mk.schedule.lower import Program
+from mk.threads import threads_for
+from prefill.torch_prefill import TorchPrefill
+
+Logits = npt.NDArray[np.float32]
+
+
+class Engine(Protocol):
+    """`rows` batch slots with room for `context` tokens each. `program` is what the last step ran, None without one."""
+
+    name: str
+    geometry: Geometry
+    rows: int
+    context: int
+    program: Program | None
+
+    def prefill(self, row: int, tokens: Sequence[int]) -> Logits:
+        """Fill an empty slot with a prompt; logits after its last token, float32 [vocab]. Raises MkError."""
+        ...
+
+    def step(
+        self, tokens: Sequence[int] | None, keys: Sequence[int], sampling: Sequence[SamplingParams]
+    ) -> StepOutputs:
+        """Decode one token in every active row.
+
+        tokens [rows]: what each row continues with; None = what the last step sampled. keys [rows]: context lengths
+        with that token, 0 = inactive row. Raises MkError.
+        """
+        ...
+
+    def free(self, row: int) -> None:
+        """Give a slot's memory back; its next sequence starts empty."""
+        ...
+
+
+class MachineEngine:
+    """The interpreter, its paged KV, and programs that change when the longest context outgrows its bucket."""
+
+    name = "interpreter"
+
+    def __init__(
+        self,
+        weights: PackedWeights,
+        plan: Plan,
+        rows: int,
+        context: int,
+        numerics: str = "float32",
+        chunk: int = 512,
+        seed: int = 0,
+        router: Router | None = None,
+    ) -> None:
+        """`seed` orders both the interleaving of the SMs and the pages that are handed out."""
+        self.geometry = g = weights.geometry
+        self.rows, self.context = rows, context
+        blocks = -(-context // PAGE)
+        window = min(blocks, -(-g.window_keys // PAGE) + 1) if g.sliding_layers else 0
+        # a prefill chunk needs pages beside those of the window before it
+        in_flight = min(window, -(-chunk // PAGE) + 1)
+        self.kv = KVCache(g, rows * blocks, rows * window + in_flight)
+        self.pages = self.kv.allocator(rows, blocks, seed)
+        self.machine = Machine(weights, self.kv, numerics, seed, router)
+        self.programs = Programs(g, rows, plan)
+        self.programs.get(bucket_for(1))  # a plan that cannot run is refused here, not in the middle of a decode
+        self.program: Program | None = None
+        self._prefill = TorchPrefill(weights, self.kv, numerics, chunk)
+
+    def prefill(self, row: int, tokens: Sequence[int]) -> Logits:
+        return self._prefill.run(self.pages, row, tokens)
+
+    def step(
+        self, tokens: Sequence[int] | None, keys: Sequence[int], sampling: Sequence[SamplingParams]
+    ) -> StepOutputs:
+        self._fit(max(keys))
+        for row, length in enumerate(keys):
+            if length:
+                self.pages.release_window(row, length - 1)
+                self.pages.reserve(row, length)
+        try:
+            return self.machine.step(StepInputs(tokens, keys, self.pages.table, list(sampling)))
+        except MkError:
+            self.program = None  # its counters stand somewhere in the middle of a step
+            raise
+
+    def free(self, row: int) -> None:
+        self.pages.free(row)
+
+    def _fit(self, longest: int) -> None:
+        """Change to a program with room for `longest` keys. Loading clears the counters, fed-back tokens stay."""
+        if self.program is None or longest > self.program.shape.bucket:
+            self.program = self.programs.get(bucket_for(longest))
+            self.machine.load(self.program)
+
+
+class ReferenceEngine:
+    """The PyTorch reference, one row after the other. It knows no pages, programs or SMs."""
+
+    name = "reference"
+
+    def __init__(self, source: WeightSource, rows: int, context: int, router: Router | None = None) -> None:
+        self.geometry = source.geometry
+        self.rows, self.context = rows, context
+        self.program: Program | None = None
+        self._source = source
+        self._nbytes = 4 * parameter_count(source.geometry)  # as float32
+        self._router = router
+        self._caches = [ReferenceCache() for _ in range(rows)]
+        self._sampled: list[int] = []
+        self._steps = 0
+
+    def prefill(self, row: int, tokens: Sequence[int]) -> Logits:
+        if not tokens:
+            raise MkError("prefill: the prompt has no tokens")
+        return self._forward(row, tokens)
+
+    def step(
+        self, tokens: Sequence[int] | None, keys: Sequence[int], sampling: Sequence[SamplingParams]
+    ) -> StepOutputs:
+        g, tokens = self.geometry, self._sampled if tokens is None else tokens
+        active = np.array(keys) > 0
+        out = StepOutputs(
+            np.full(self.rows, -1, np.int64),
+            np.zeros(self.rows, np.int64),
+            np.full((self.rows, g.vocab), np.nan, np.float32),
+            {layer: np.full((self.rows, g.top_k), -1, np.int64) for layer in g.sparse_layers},
+        )
+        forced = self._forced_ids(active)
+        for row in np.flatnonzero(active).tolist():
+            trace: list[LayerOutput] = []
+            ids = [forced[layer][row, None] if layer in forced else None for layer in range(g.layers)]
+            out.logits[row] = self._forward(row, [tokens[row]], trace, ids)
+            out.tokens[row] = sample_row(out.logits[row], sampling[row], keys[row])
+            for layer in g.sparse_layers:
+                chosen = trace[layer].expert_ids
+                assert chosen is not None
+                out.expert_ids[layer][row] = chosen[0].numpy()
+        self._sampled = out.tokens.tolist()
+        self._steps += 1
+        return out
+
+    def free(self, row: int) -> None:
+        self._caches[row] = ReferenceCache()
+
+    def _forced_ids(self, active: npt.NDArray[np.bool_]) -> dict[int, torch.Tensor]:
+        """A routing mode's ids [rows, top_k] by layer: they do not depend on logits, only on who is active."""
+        if self._router is None:
+            return {}
+        g = self.geometry
+        logits = np.where(active[:, None], np.zeros((self.rows, g.experts), np.float32), np.float32(np.nan))
+        return {layer: torch.from_numpy(self._router(layer, self._steps, logits)) for layer in g.sparse_layers}
+
+    def _forward(
+        self,
+        row: int,
+        tokens: Sequence[int],
+        trace: list[LayerOutput] | None = None,
+        ids: Sequence[torch.Tensor | None] | None = None,
+    ) -> Logits:
+        fresh = torch.tensor(list(tokens))
+        with threads_for(self._nbytes):
+            logits = reference_forward(
+                self.geometry, self._source.tensor, fresh, cache=self._caches[row], trace=trace, expert_ids=ids, keep=1
+            )
+        last: Logits = logits[0].numpy()
+        return last
+
+
+def engine_name(asked: str) -> str:
+    """The engine that `engine=asked` stands for here. Raises MkError for one that cannot run, saying what can."""
+    if asked == "cuda":
+        why = "this build has no CUDA engine" if torch.cuda.is_available() else "there is no CUDA device here"
+        raise MkError(f"engine=cuda: {why}", hint="engine=interpreter executes the same descriptors on the CPU")
+    return "interpreter" if asked == "auto" else asked
+
+
+def make_engine(
+    config: Config,
+    model: Model,
+    rows: int,
+    context: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> Engine:
+    """The configured engine for `rows` sequences of at most `context` tokens. Raises MkError for what does not fit.
+
+    `progress` is told (matrices packed, in all) where weights have to be packed first.
+    """
+    name = engine_name(config.engine.name)
+    if context > model.geometry.max_positions:
+        raise MkError(
+            f"a context of {context} tokens exceeds the model's max_positions={model.geometry.max_positions}",
+            hint="shorten the prompt, or decode fewer tokens",
+        )
+    router = make_router(config.routing, model.geometry, rows)
+    if name == "reference":
+        if config.engine.numerics != "float32":
+            raise MkError(
+                f"engine=reference computes in float32, not engine.numerics={config.engine.numerics}",
+                hint="engine=interpreter has both",
+            )
+        return ReferenceEngine(model.source, rows, context, router)
+    return MachineEngine(
+        model.packed(progress),
+        Plan.from_config(config),
+        rows,
+        context,
+        config.engine.numerics,
+        config.prefill.chunk,
+        config.gpu.interleaving_seed or 0,
+        router,
+    )

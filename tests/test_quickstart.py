@@ -1,0 +1,263 @@
+"""The main job: what it prints, writes and compares, and how it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from experiments.prompts import sample_prompts, text_prompts
+from experiments.quickstart import main
+from mk.compose import load_config
+from mk.config import config_hash
+from mk.errors import MkError
+from mk.graph import StepShape
+from mk.interpreter import Machine
+from mk.isa import ISA, Word
+from mk.model import greedy_oracle
+from mk.model.geometry import SLOT_BYTES
+from mk.model.greedy_oracle import GreedyOracle
+from mk.model.opening import NANO, Model, open_model
+from mk.model.packing import PackedWeights
+from mk.model.reference import greedy_decode
+from mk.model.tokenizer import load_tokenizer
+from mk.rows import read_rows
+from mk.schedule.lower import lower
+from mk.schedule.picture import draw_schedule, task_bytes
+from tests.interpreter_rig import GEOMETRY, WAVE_ORDERS, source
+
+Run = tuple[int, str, str, Path]
+
+
+def run_folder(root: Path) -> Path:
+    (folder,) = root.iterdir()
+    return folder
+
+
+def quickstart(root: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> Run:
+    """(exit status, stdout, stderr, run folder) of one run."""
+    config = load_config([f"run_dir={root / 'runs'}", *overrides])
+    status = main(config)
+    out, err = capsys.readouterr()
+    return status, out, err, run_folder(root / "runs")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder without weights: `weights=random` makes them."""
+    path = tmp_path_factory.mktemp("tiny")
+    source().write_folder(path)
+    return path
+
+
+def tiny(folder: Path, *more: str) -> list[str]:
+    return [f"model.path={folder}", "weights=random", "experiment.new_tokens=6", "experiment.ragged=null", *more]
+
+
+def test_the_default_run_equals_transformers_at_batch_1_and_in_a_ragged_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config([f"run_dir={tmp_path / 'runs'}"])
+    status, out, err, folder = quickstart(tmp_path, capsys)
+    assert status == 0 and err == ""
+    assert "equal to transformers' greedy decode: 64/64 tokens, rows 1/1" in out
+    assert "equal to transformers' greedy decode: 256/256 tokens, rows 4/4" in out
+    assert "weights: checkpoint" in out and "  |     return" in out
+    one, ragged = read_rows(folder / "rows.jsonl")
+    assert (one.batch, one.equal_tokens, ragged.batch, ragged.equal_tokens) == (1, 64, 4, 256)
+    window = 256
+    assert any(context < window <= context + 64 for context in ragged.context)
+    assert any(context > window for context in ragged.context)
+    for row in (one, ragged):
+        assert row.engine == "interpreter" and row.weights == "checkpoint" and row.dtype == "float32"
+        assert row.checks == {"equal_to_transformers": True, "schedule_verified": True}
+        assert row.config_hash == config_hash(config) and row.tok_s and row.tok_s > 0
+    assert one.distinct_experts == 4 and ragged.distinct_experts and 4 < ragged.distinct_experts <= 16
+    assert one.schedule_hash != ragged.schedule_hash and f"schedule {one.schedule_hash}" in out
+    names = {path.name for path in folder.iterdir()}
+    files = {"routing.npz", "routing-ragged.npz", "schedule.png", "schedule-ragged.png"}
+    assert names == {"config.yaml", "meta.json", "rows.jsonl", *files}
+    assert f"config_hash: {config_hash(config)}" in (folder / "config.yaml").read_text()
+
+
+def test_a_wrong_token_is_an_error_that_says_where(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine computes with a damaged o_proj of the last layer; transformers has the true weights."""
+    pack = PackedWeights.from_state
+
+    def damaged(*args: Any, **options: Any) -> PackedWeights:
+        packed = pack(*args, **options)
+        entry = packed.layout.entry("o", GEOMETRY.layers - 1)
+        packed.slots[entry.first_slot : entry.first_slot + entry.slots] *= -2
+        return packed
+
+    monkeypatch.setattr(PackedWeights, "from_state", damaged)
+    overrides = tiny(folder, "batch.size=2", "experiment.prompts=[abc,'x=1']")
+    status, out, err, run = quickstart(tmp_path, capsys, *overrides)
+    assert status == 1 and "differs from transformers' greedy decode" in out
+    assert "error: row " in err and "new token " in err and "two largest logits there differ by " in err
+    (row,) = read_rows(run / "rows.jsonl")
+    assert row.checks["equal_to_transformers"] is False
+    assert row.equal_tokens is not None and row.equal_tokens < 12
+
+
+def test_random_weights_say_so_and_are_compared_with_the_same_weights(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _, run = quickstart(tmp_path, capsys, *tiny(folder, "batch.size=3", "batch.contexts=[0,70,9]"))
+    assert status == 0 and out.count("weights: random") == 2
+    assert "batch 3, context 0, 70, 9" in out and "row 0" not in out and "row 2, context 9" in out
+    assert "equal to transformers' greedy decode: 12/12 tokens, rows 2/2" in out
+    (row,) = read_rows(run / "rows.jsonl")
+    assert row.weights == "random" and row.context == [0, 70, 9] and row.batch == 3
+
+
+def test_where_transformers_does_not_fit_the_reference_stands_in_and_the_row_says_so(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(greedy_oracle, "_LARGEST", 0)
+    status, out, _, run = quickstart(tmp_path, capsys, *tiny(folder))
+    assert status == 0 and "equal to the PyTorch reference's greedy decode: 6/6 tokens" in out
+    (row,) = read_rows(run / "rows.jsonl")
+    assert row.checks == {"equal_to_reference": True, "schedule_verified": True}
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("sampling=top_p", "sampling=top_p draws tokens"),
+        ("routing=uniform", "routing=uniform replaces"),
+        ("engine.numerics=kernel", "engine.numerics=kernel rounds"),
+        ("experiment.check=false", "experiment.check=false"),
+    ],
+)
+def test_what_has_no_one_right_answer_is_not_compared(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, why: str
+) -> None:
+    status, out, _, run = quickstart(tmp_path, capsys, *tiny(folder, override))
+    assert status == 0 and f"not compared with a greedy decode: {why}" in out
+    (row,) = read_rows(run / "rows.jsonl")
+    assert row.checks == {"schedule_verified": True} and row.equal_tokens is None
+    assert row.dtype == ("bfloat16" if "kernel" in override else "float32")
+
+
+def test_the_trace_of_a_run_is_replayed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    *_, recorded = quickstart(tmp_path / "a", capsys, *tiny(folder, "batch.size=2"))
+    replay = ("batch.size=2", "routing=replay", f"routing.path={recorded / 'routing.npz'}")
+    *_, again = quickstart(tmp_path / "b", capsys, *tiny(folder, *replay))
+    with np.load(recorded / "routing.npz") as a, np.load(again / "routing.npz") as b:
+        assert a["ids"].shape == (5, len(GEOMETRY.sparse_layers), 2, GEOMETRY.top_k)
+        assert (a["ids"] == b["ids"]).all()
+
+
+def test_the_reference_engine_needs_no_schedule(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(Machine, "step")
+    status, out, _, run = quickstart(tmp_path, capsys, *tiny(folder, "engine=reference"))
+    assert status == 0 and "engine: reference, float32\n" in out and "equal to transformers'" in out
+    (row,) = read_rows(run / "rows.jsonl")
+    assert row.engine == "reference" and row.schedule_hash is None
+    assert not list(run.glob("schedule*"))
+
+
+def test_one_token_is_prefill_alone(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _, run = quickstart(tmp_path, capsys, *tiny(folder, "experiment.new_tokens=1"))
+    assert status == 0 and "equal to transformers' greedy decode: 1/1 tokens" in out
+    (row,) = read_rows(run / "rows.jsonl")
+    assert row.tok_s is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["experiment.new_tokens=0"], "experiment.new_tokens=0 must be at least 1"),
+        (["engine=cuda"], "engine=cuda: "),
+        (["model.path=/does/not/exist"], "no such folder"),
+        (["experiment.prompt=''"], "prompt 0 is empty"),
+        (["batch.size=3", "experiment.prompts=[a,b]"], r"experiment.prompts has 2 entries for batch.size=3"),
+        (["batch.size=2", "batch.contexts=[0,0]"], "every row is inactive"),
+        (["batch.contexts=[1020]"], "a context of 1025 tokens exceeds the model's max_positions=1024"),
+        (["schedule=work_stealing", "schedule.moe_claimers=9", "placement=round_robin"], "moe_claimers must lie in"),
+        (["routing=replay", "routing.path=/does/not/exist"], "no such file"),
+        (["engine=reference", "engine.numerics=kernel"], "computes in float32"),
+    ],
+)
+def test_a_wrong_input_is_refused_before_there_is_a_run_folder(
+    folder: Path, tmp_path: Path, overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(MkError, match=message):
+        main(load_config([f"run_dir={tmp_path / 'runs'}", *tiny(folder, *overrides)]))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_prompts_have_the_lengths_that_are_asked_for() -> None:
+    tokenizer = load_tokenizer(NANO)
+    prompts = sample_prompts(tokenizer, [24, 0, 5000, 300])
+    assert [len(prompt) for prompt in prompts] == [24, 0, 5000, 300]
+    assert prompts[0] != prompts[3][:24] and prompts[0][0] == prompts[3][0] == tokenizer.bos
+    assert text_prompts(tokenizer, ["a = 1"], 3) == [tokenizer.encode("a = 1", bos=True)] * 3
+
+
+def test_the_oracle_names_the_first_difference_and_its_margin(folder: Path) -> None:
+    model = Model(source(), folder, load_tokenizer(folder))
+    prompt = list(range(40, 110))
+    right = greedy_decode(GEOMETRY, source().tensor, prompt, 8)
+    for oracle in (GreedyOracle(model), reference_oracle(model)):
+        assert oracle.decode(prompt, 8, ()) == right
+        assert oracle.compare(2, prompt, right, ()) is None
+        wrong = [*right[:5], (right[5] + 1) % GEOMETRY.vocab, *right[6:]]
+        found = oracle.compare(2, prompt, wrong, ())
+        assert found is not None and (found.row, found.index, found.got, found.expected) == (2, 5, wrong[5], right[5])
+        assert 0 < found.margin < 10
+        early = oracle.compare(0, prompt, right, [right[3]])  # the oracle stops at what it takes for the end
+        assert early is not None and early.expected is None
+
+
+def reference_oracle(model: Model) -> GreedyOracle:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(greedy_oracle, "_LARGEST", 0)
+        oracle = GreedyOracle(model)
+    assert oracle.name == "reference"
+    return oracle
+
+
+def test_a_model_without_a_folder_gets_a_tokenizer_of_its_size(tmp_path: Path) -> None:
+    config = load_config(["model=slice", "weights=random", "model.window=vllm"])
+    model = open_model(config.model, config.weights, tmp_path)
+    assert model.weights_label == "random" and model.geometry.window_keys == 4097
+    assert model.tokenizer.vocab == model.geometry.vocab == 16_384
+    assert model.source.tensor("model.layers.1.mlp.gate.weight").dtype == torch.bfloat16
+
+
+PLANS: list[tuple[str, dict[str, Any]]] = [
+    ("row_owner", {"own_rows": True}),
+    ("round_robin", {}),
+    ("round_robin", {"attention_claimers": 2, "moe_claimers": 3}),
+]
+
+
+@pytest.mark.parametrize(("placement", "options"), PLANS)
+def test_the_picture_shows_every_byte_of_the_step(placement: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Weights once, experts as many as were touched, and the K and V of a full bucket."""
+    shape = StepShape(GEOMETRY, 3, 256, 5, **options)
+    program = lower(shape, WAVE_ORDERS["default"], placement)
+    streamed = task_bytes(program, distinct_experts=5)
+    entries = shape.layout.entries()
+    weights = sum(entry.slots * (5 / GEOMETRY.experts if entry.experts > 1 else 1) for entry in entries.values())
+    keys = sum(256 if kind == "full" else 64 for kind in GEOMETRY.layer_kinds)
+    kv = keys * 3 * GEOMETRY.kv_heads * GEOMETRY.head_dim * 2 * 2
+    assert streamed.sum() == pytest.approx(weights * SLOT_BYTES + kv)
+    sample = program.words[:, Word.OPCODE] == ISA.named("sample").opcode
+    assert streamed[sample].sum() == 0
+    draw_schedule(program, tmp_path / "a.png", "title", 5)
+    with Image.open(tmp_path / "a.png") as image:
+        assert image.width > 1000 and image.height > 500
+        colours = {pixel for _, pixel in image.convert("RGB").getcolors(1 << 24) or []}
+    assert {(0x1F, 0x4E, 0x9C), (0x4F, 0x8F, 0xD6), (0xD9, 0x54, 0x1E)} <= colours  # qkv, attention, down
