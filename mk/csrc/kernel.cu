@@ -1,0 +1,91 @@
+// The decode megakernel: one block an SM, resident for the whole step, four roles over one task ring.
+#include "consumer.cuh"
+#include "controller.cuh"
+#include "producer.cuh"
+#include "storer.cuh"
+
+// What every epilogue of the step needs again and again: read once.
+DEVICE void step_constants(const StepParams& p, Shared& s) {
+  const int row = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (row >= MAX_ROWS) return;
+  int keys = row < p.rows ? load_l2(p.keys + row) : 0;
+  if (lane == 0) s.keys[row] = keys;
+  if (keys == 0) return;
+  if (lane < 2) {
+    const int* table = (lane ? p.table_sliding : p.table_full) + row * p.table_stride;
+    s.newest_page[lane][row] = table[(keys - 1) / PAGE];
+  }
+  for (int i = lane; i < 64; i += 32)
+    s.rope[row][i] = reinterpret_cast<const float2*>(p.rope)[static_cast<size_t>(keys - 1) * 64 + i];
+}
+
+__global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant__ StepParams p) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  Shared& s = *reinterpret_cast<Shared*>(memory);
+  const int warp = threadIdx.x / 32;
+  step_constants(p, s);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < RING_SLOTS; ++i) barrier_init(&s.ring_full[i], 1), barrier_init(&s.ring_empty[i], CONSUMERS);
+    for (int i = 0; i < 2; ++i) barrier_init(&s.chunk_full[i], 1);
+    barrier_init(&s.route_ready, 1);
+    for (int i = 0; i < ENTRIES; ++i) {
+      barrier_init(&s.entry_full[i], 1), barrier_init(&s.entry_go[i], 1);
+      barrier_init(&s.entry_empty[i], CONSUMERS + 2);  // consumers, producer, storer
+    }
+    for (int i = 0; i < TILES_RING; ++i) barrier_init(&s.tile_full[i], CONSUMERS), barrier_init(&s.tile_empty[i], 1);
+    fence_barrier_init();
+    if (blockIdx.x == 0) p.step_time[0] = nanoseconds();
+  }
+#ifdef MK_PROFILE
+  for (int i = threadIdx.x; i < static_cast<int>(sizeof(Profile) / 8); i += THREADS)
+    reinterpret_cast<long long*>(&s.profile)[i] = 0;
+#endif
+  __syncthreads();
+  // Registers move from the third warpgroup to the two that keep activations in them.
+  if (warp < CONSUMERS) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+    Consumer(p, s).run();
+#ifdef MK_PROFILE
+    if (threadIdx.x == 0)
+      for (int i = 0; i < PROFILE_OPCODES * SPENT_KINDS; ++i)
+        p.cycles[blockIdx.x * PROFILE_OPCODES * SPENT_KINDS + i] += (&s.profile.cycles[0][0])[i];
+#endif
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(OTHER_REGISTERS));
+    if (warp == CONTROLLER) {
+      Controller(p, s).run();
+    } else if (warp == PRODUCER) {
+      if (threadIdx.x % 32 == 0) Producer(p, s).run();
+    } else if (warp == STORER) {
+      Storer(p, s).run();
+    }
+  }
+}
+
+extern "C" {
+
+// Sizes the host checks against its own idea of them.
+int mk_params_bytes() { return sizeof(StepParams); }
+int mk_shared_bytes() { return sizeof(Shared); }
+int mk_threads() { return THREADS; }
+int mk_ring_slots() { return RING_SLOTS; }
+int mk_max_window() { return MAX_WINDOW; }
+
+// Prepares the kernel; returns the number of blocks an SM can hold, or a negative CUDA error.
+int mk_prepare() {
+  cudaError_t e = cudaFuncSetAttribute(decode_step, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
+  if (e != cudaSuccess) return -static_cast<int>(e);
+  int blocks = 0;
+  e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, decode_step, THREADS, sizeof(Shared));
+  return e == cudaSuccess ? blocks : -static_cast<int>(e);
+}
+
+// Launches one step on `stream`: n_sm cooperative blocks. Returns a CUDA error code.
+int mk_launch(const StepParams* params, void* stream) {
+  void* args[] = {const_cast<StepParams*>(params)};
+  return cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(decode_step), dim3(params->n_sm), dim3(THREADS), args,
+                                     sizeof(Shared), static_cast<cudaStream_t>(stream));
+}
+
+const char* mk_error(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
+}

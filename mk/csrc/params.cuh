@@ -1,0 +1,71 @@
+// What a launch gets: device pointers and the step's numbers. Mirrored field by field by mk/runtime.py.
+#pragma once
+#include <cstdint>
+
+#include "geometry.h"  // generated: the model's constants
+#include "isa.h"       // generated from mk/isa.py
+#include "ptx.cuh"
+
+constexpr int PAGE = 64;                       // tokens of a KV page
+constexpr int SLOT_BYTES = 8192;               // ring slot: 16 rows x 256 k of bf16
+constexpr int KV_BLOCK_BYTES = PAGE * 128 * 2;  // K or V of one page, layer and head
+constexpr int COUNTER_STRIDE = 32;             // counters stand 128 bytes apart
+
+constexpr int STATUS_LOGITS = 1, STATUS_ROUTER_NAN = 2;  // flags of a row, as in mk/interpreter/step.py
+
+// Where and on what an SM gave up, for the host to name (one record an SM).
+struct alignas(32) StallRecord {
+  int taken, role, opcode, layer, task, counter;
+  uint32_t target, seen;
+};
+
+struct StepParams {
+  // weights
+  const uint8_t* slots;   // packed matrices, 8 KB slots
+  const bf16* norms;      // [LAYERS + 1][HIDDEN]
+  // schedule
+  const int* words;       // descriptors, SM after SM
+  const int* offsets;     // [n_sm + 1]
+  uint32_t* counters;     // 128 bytes apart
+  uint32_t* queues;       // [2][n_queues] ticket heads
+  // the step's inputs
+  int* keys;              // [rows] context length, this token included; 0 = inactive
+  const int* table_full;     // [rows][table_stride] physical page of a block
+  const int* table_sliding;  // the same for sliding layers
+  const float* rope;      // [rows][64][2] cos, sin of each row's position
+  uint8_t* pool_full;     // [page][layer of the kind][kv head][K, V] blocks of 16 KB
+  uint8_t* pool_sliding;
+  // activations
+  bf16* x;                // [2][MAX_ROWS][HIDDEN]
+  float* sumsq;           // [2][HIDDEN / 16][MAX_ROWS]
+  bf16* qkv;              // [MAX_ROWS][QKV_ROWS] after RoPE, heads in logical order
+  float* partial_o;       // [MAX_ROWS][KV_HEADS][SPLIT_STRIDE][GROUP][128]
+  float* partial_ml;      // [MAX_ROWS][KV_HEADS][SPLIT_STRIDE][2][8] max (log2 units) and sum
+  bf16* attn_out;         // [MAX_ROWS][Q_WIDTH]
+  float* router_part;     // [HIDDEN_SLOTS][MAX_ROWS][128]
+  bf16* hidden;           // [EXPERTS][MAX_ROWS][FFN_PAD]; padding stays zero
+  bf16* dense_hidden;     // [MAX_ROWS][DENSE_PAD]
+  float* oproj_out;       // [MAX_ROWS][HIDDEN]
+  float* ffn_part;        // [EXPERTS][MAX_ROWS][HIDDEN]
+  float* ffn_out;         // [MAX_ROWS][HIDDEN]
+  float* logits;          // [MAX_ROWS][VOCAB_PAD]
+  float* candidate_value;  // [n_sm][MAX_ROWS] best perturbed logit of an SM's strips
+  int* candidate_id;       // [n_sm][MAX_ROWS]
+  int* tokens;            // [MAX_ROWS] fed back from step to step
+  // routing
+  int* route_ids;         // [LAYERS][MAX_ROWS][TOP_K] published ids
+  const int* forced_ids;  // the same shape: ids that replace the router's, or null
+  // sampling
+  const float* temperature;  // [rows] 0 = greedy
+  const uint32_t* seeds;     // [rows][2]
+  int* status;            // [MAX_ROWS] non-zero: a non-finite logit was seen
+  // safety
+  uint32_t* abort_word;
+  StallRecord* stalls;    // [n_sm]
+  long long* cycles;      // [n_sm][32][8] of a profile build, else null
+  uint64_t* step_time;    // [2] device nanoseconds: start, end
+  uint64_t time_limit_ns;
+  uint32_t epoch;
+  int rows, n_sm, n_queues, table_stride, window_slots;
+  int advance;            // 1: sampling adds one to the context of every active row, for steps queued ahead
+};

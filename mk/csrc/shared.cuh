@@ -1,0 +1,70 @@
+// Shared memory of an SM: the ring that every operation streams through, and the small rings between the roles.
+#pragma once
+#include "params.cuh"
+#include "profile.cuh"
+
+constexpr int CONSUMERS = 8;  // warps that multiply
+constexpr int CONTROLLER = 8, PRODUCER = 9, STORER = 10;
+constexpr int THREADS = 384;  // three warpgroups; warp 11 is idle
+// A block owns LAUNCH_REGISTERS x THREADS registers; the warpgroups may only redistribute those, or `setmaxnreg` waits
+// for ever.
+constexpr int LAUNCH_REGISTERS = 168, CONSUMER_REGISTERS = 200, OTHER_REGISTERS = 104;
+static_assert(CONSUMERS * 32 * CONSUMER_REGISTERS + (THREADS - CONSUMERS * 32) * OTHER_REGISTERS <=
+                  LAUNCH_REGISTERS * THREADS,
+              "registers of a block");
+
+constexpr int RING_SLOTS = 22;
+constexpr int ENTRIES = 16;     // task ring
+constexpr int TILES_RING = 4;   // partial tiles between consumers and storer
+constexpr int CHUNK = 16;       // descriptors fetched at once
+constexpr int MAX_ROWS = 8;
+constexpr int OWNED = 4;        // residual strips an SM may own
+constexpr int KEYS_CHUNK = 128;  // keys that attention handles at once: one 16-key strip a warp
+constexpr int P_STRIDE = KEYS_CHUNK + 32;  // bf16 elements; + 64 bytes keeps P's fragment loads free of bank conflicts
+
+// Top-k's outcome for one layer, private to the SM.
+struct Route {
+  float weight[128][MAX_ROWS];  // meaningful where `rows` has the row's bit
+  uint8_t rows[128];            // bit n: row n goes to this expert
+  uint8_t active[128];          // routed experts, ascending id
+  uint8_t chosen[MAX_ROWS][32];  // bit j of [n][l]: row n goes to expert 4 l + j
+  int n_active;
+};
+
+struct Shared {
+  uint8_t ring[RING_SLOTS][SLOT_BYTES];
+  int chunk[2][CHUNK][DESCRIPTOR_WORDS];
+  int entry[ENTRIES][DESCRIPTOR_WORDS];
+  float tile[TILES_RING][CONSUMERS][128];  // 16 x 8 partial products, one a warp
+  bf16 p[8][P_STRIDE];                     // attention: probabilities, [query head][key]
+  float head_max[CONSUMERS][8];            // attention: each warp's largest score of a head
+  float denominator[TILES_RING];           // attention combine -> storer
+  // the owner's strips, in fragment order: the two contributions of this layer, and the residual they go to
+  float acc_attn[OWNED][128], acc_ffn[OWNED][128], x[OWNED][128];
+  float2 rope[MAX_ROWS][64];  // cos and sin at each row's position
+  int newest_page[2][MAX_ROWS];  // page that each row's new token goes to, full and sliding
+  float rstd[MAX_ROWS];
+  Route route[2];  // by layer parity
+  int keys[MAX_ROWS];  // context lengths of this step
+  int doing[4];    // entry each role is at, for the stall record
+  Profile profile;
+  Barrier ring_full[RING_SLOTS], ring_empty[RING_SLOTS];
+  Barrier chunk_full[2], route_ready;
+  Barrier entry_full[ENTRIES], entry_empty[ENTRIES], entry_go[ENTRIES];
+  Barrier tile_full[TILES_RING], tile_empty[TILES_RING];
+};
+
+static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of an SM");
+static_assert(offsetof(Shared, entry) % 128 == 0 && offsetof(Shared, tile) % 16 == 0, "alignment of copies");
+
+// A position in a ring of N: index and the parity of its current lap.
+template <int N>
+struct Cursor {
+  int index = 0;
+  uint32_t lap = 0;
+  DEVICE void next() { skip(1); }
+  DEVICE void skip(int n) {  // n <= N
+    index += n;
+    if (index >= N) index -= N, lap ^= 1;
+  }
+};
