@@ -35,6 +35,9 @@ LAYER_WAVES = (
 )
 """Names of the waves of a layer. A plan may leave some empty (`moe_gather` always: activations are read in place)."""
 
+PARTED_WAVES = ("moe_up",)
+"""Waves that a wave order may name several times, to fill more than one hand-off with their weight stream."""
+
 DENSE_WAVES = {"moe_up": "dense_up", "moe_down": "dense_down"}  # what stands there in a dense layer
 WAVE_NAMES = ("embed", *LAYER_WAVES, *DENSE_WAVES.values(), "lm_head", "sample")
 
@@ -100,10 +103,13 @@ class StepShape:
         sparse_only = {"router", "topk", "moe_gather", "moe_combine"}
         return [DENSE_WAVES.get(wave, wave) for wave in order if wave not in sparse_only]
 
-    def wave_tasks(self, wave: str, layer: int) -> tuple[Op | None, Words]:
-        """The tasks of one wave: its operation and descriptors [n, 32]; (None, empty) when the plan leaves it empty."""
+    def wave_tasks(self, wave: str, layer: int, part: int = 0, parts: int = 1) -> tuple[Op | None, Words]:
+        """The tasks of one wave, or of its `part`-th of `parts` equal parts: its operation and descriptors [n, 32].
+
+        (None, empty) when the plan leaves it empty.
+        """
         for op in ISA.of_wave(wave):
-            tasks = op.tiles(self, layer)
+            tasks = _part(op, op.tiles(self, layer), part, parts)
             if len(tasks):
                 tasks[:, Word.OPCODE] = op.opcode
                 tasks[:, Word.LAYER] = layer
@@ -111,6 +117,19 @@ class StepShape:
                 tasks[:, Word.ROWS] = self.rows
                 return op, tasks
         return None, _blank(0)
+
+
+def _part(op: Op, tasks: Words, part: int, parts: int) -> Words:
+    """One of `parts` parts of a wave: of a phase's shares, or of its tasks. Claimers take it all in the first part."""
+    if parts == 1 or not len(tasks):
+        return tasks
+    if not op.phase:
+        return tasks[len(tasks) * part // parts : len(tasks) * (part + 1) // parts]
+    if tasks[0, Word.QUEUE] != NONE:
+        return tasks if part == 0 else tasks[:0]
+    tasks[:, Word.RANK] = tasks[:, Word.RANK] * parts + part
+    tasks[:, Word.RANKS] *= parts
+    return tasks
 
 
 def queue_id(layer: int, kind: str) -> int:

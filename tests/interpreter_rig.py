@@ -30,6 +30,19 @@ WAVE_ORDERS = {
     "default": ("qkv", *_HEAD, "attn", "attn_combine", *_MOE, "moe_combine", "oproj", "rmsnorm"),
     "interleaved": ("qkv", *_HEAD, "attn", *_MOE, "attn_combine", "moe_combine", "oproj", "rmsnorm"),
     "attention_first": ("qkv", *_HEAD, "attn", "attn_combine", "oproj", *_MOE, "moe_combine", "rmsnorm"),
+    "parted": (
+        "router",
+        "qkv",
+        *_HEAD[1:],
+        "moe_up",
+        "attn",
+        "moe_up",
+        "attn_combine",
+        "oproj",
+        "moe_down",
+        "moe_combine",
+        "rmsnorm",
+    ),
     "router_first": ("router", "qkv", *_HEAD[1:], "attn", "attn_combine", *_MOE, "moe_combine", "oproj", "rmsnorm"),
 }
 PLACEMENTS = ("round_robin", "dependency_affinity", "row_owner")

@@ -76,8 +76,8 @@ def lower(shape: StepShape, wave_order: tuple[str, ...] | list[str], placement: 
     placer = make_placement(placement, shape)
     waves: list[_Wave] = []
     ordinal = 0
-    for name, layer in _step_waves(shape, order):
-        op, tasks = shape.wave_tasks(name, layer)
+    for name, layer, part, parts in _step_waves(shape, order):
+        op, tasks = shape.wave_tasks(name, layer, part, parts)
         if op is None:
             continue
         tasks[:, Word.TASK] = ordinal + np.arange(len(tasks))
@@ -94,14 +94,16 @@ def lower(shape: StepShape, wave_order: tuple[str, ...] | list[str], placement: 
     return Program(shape, np.ascontiguousarray(words[by_sm]), offsets, tuple(counters), order, placement)
 
 
-def _step_waves(shape: StepShape, order: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+def _step_waves(shape: StepShape, order: tuple[str, ...]) -> Iterator[tuple[str, int, int, int]]:
+    """(wave, layer, part, parts) in list order."""
     layers = shape.geometry.layers
-    yield "embed", 0
+    yield "embed", 0, 0, 1
     for layer in range(layers):
-        for name in shape.layer_waves(layer, order):
-            yield name, layer
-    yield "lm_head", layers
-    yield "sample", layers
+        names = shape.layer_waves(layer, order)
+        for place, name in enumerate(names):
+            yield name, layer, names[:place].count(name), names.count(name)
+    yield "lm_head", layers, 0, 1
+    yield "sample", layers, 0, 1
 
 
 def _join(tasks: Words, sms: SmIds, op: Op) -> tuple[Words, SmIds]:
@@ -163,9 +165,12 @@ def _synchronise(shape: StepShape, waves: list[_Wave]) -> list[Counter]:
         for access in wave.op.writes:
             for buffer in _buffers(shape, wave, access):
                 writers.setdefault((buffer, wave.layer + access.ahead), []).append(index)
+    members = [sum(1 << sm for sm in set(wave.sms.tolist())) for wave in waves]
     previous = len(waves)  # stands for "the previous step is over", known through the counter of the step's last wave
     implied.append(0)
     for index, wave in enumerate(waves):
+        # an SM signals in list order: this wave's completion is that of every earlier one run by no other SMs
+        implied[index] = sum(1 << other for other in range(index) if not members[other] & ~members[index])
         needs = _needs(shape, wave, writers)
         first = np.flatnonzero(np.diff(wave.sms, prepend=-1))
         alike: dict[int, list[int]] = {}  # SMs that know the same wait for the same

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mk.errors import MkError
-from mk.graph import LAYER_WAVES, WAVE_NAMES
+from mk.graph import LAYER_WAVES, PARTED_WAVES, WAVE_NAMES
 from mk.isa import ISA
 
 
 def check_order(waves: Sequence[str]) -> tuple[str, ...]:
     """All of `LAYER_WAVES` in any sequence, or an `MkError` that names what is wrong.
 
-    Waves that a registered operation adds to the layer may stand among them. Whether the order can run (a wave may not
-    stand before one it waits for) is the verifier's to say.
+    A wave of `PARTED_WAVES` may stand several times: each place gets an equal part of it. Waves that a registered
+    operation adds to the layer may stand among them. Whether the order can run (a wave may not stand before one it
+    waits for) is the verifier's to say.
     """
     added = {op.wave for op in ISA.rows.values()} - set(WAVE_NAMES)
     unknown = [wave for wave in waves if wave not in LAYER_WAVES and wave not in added]
@@ -22,7 +23,7 @@ def check_order(waves: Sequence[str]) -> tuple[str, ...]:
     missing = [wave for wave in LAYER_WAVES if wave not in waves]
     if missing:
         raise MkError(f"the wave order leaves out {', '.join(missing)}", hint="a plan leaves waves empty by itself")
-    twice = [wave for wave in waves if list(waves).count(wave) > 1]
+    twice = [wave for wave in waves if list(waves).count(wave) > 1 and wave not in PARTED_WAVES]
     if twice:
-        raise MkError(f"wave {twice[0]!r} stands twice in the wave order")
+        raise MkError(f"wave {twice[0]!r} stands twice in the wave order", hint=f"only {', '.join(PARTED_WAVES)} may")
     return tuple(waves)
