@@ -1,7 +1,9 @@
 // The consumers: eight warps that multiply what the ring brings.
 #pragma once
 #include "ops/attention.cuh"
+#include "ops/combine.cuh"
 #include "ops/experts.cuh"
+#include "ops/router.cuh"
 #include "ops/topk.cuh"
 
 class Consumer {
@@ -35,7 +37,7 @@ class Consumer {
     switch (d[W_OPCODE]) {
       case OP_QKV: case OP_DENSE_UP: case OP_LM_HEAD: case OP_MOE_UP:
         return normed(d) && mma_strips<HIDDEN_SLOTS>(st, x_, d[W_TILES]);
-      case OP_ROUTER: return normed(d) && router(d);
+      case OP_ROUTER: return normed(d) && multiply_router(st, x_, d);
       case OP_TOPK: {
         int forced = replaced_id(p, d[W_LAYER]);
         return topk(p, s, d, forced, opened());
@@ -81,31 +83,6 @@ class Consumer {
   DEVICE void forget() {
     x_layer_ = NONE;
     x_ = Fragment<HIDDEN_SLOTS>{};
-  }
-
-  // One k slot of some router strips. Masks pick the fragment: an index would push the registers to local memory.
-  DEVICE bool router(const int* d) {
-    int slot = d[W_K_SLOT];
-    for (int i = 0; i < d[W_TILES]; ++i) {
-      float c[4] = {0.f, 0.f, 0.f, 0.f};
-      if (!st.await_slot()) return false;
-      if constexpr (x_.BY_SLOT) {
-#pragma unroll
-        for (int round = 0; round < x_.ROUNDS; ++round)
-          if (slot == st.warp + round * CONSUMERS) mma_slot(c, st.slot(), x_.v + round * SUBTILES);
-      } else {
-        uint4 b = make_uint4(0, 0, 0, 0);
-#pragma unroll
-        for (int j = 0; j < HIDDEN_SLOTS; ++j) {
-          uint32_t mask = j == slot ? ~0u : 0u;
-          b.x |= x_.v[j].x & mask, b.y |= x_.v[j].y & mask, b.z |= x_.v[j].z & mask, b.w |= x_.v[j].w & mask;
-        }
-        mma_subtile(c, reinterpret_cast<const uint4*>(st.slot()) + st.warp * 64, b);
-      }
-      st.release_slot(1);
-      if (!st.put(c)) return false;
-    }
-    return true;
   }
 
   const StepParams& p;

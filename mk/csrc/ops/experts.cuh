@@ -1,6 +1,8 @@
-// moe_down: the routed experts' down projections, per tile or summed by the owner of a residual strip.
+// moe_down, moe_combine: the routed experts' down projections, summed by the owner of a residual strip, or tile by tile
+// into fp32 parts that moe_combine adds.
 #pragma once
 #include "../gemm.cuh"
+#include "../tile.cuh"
 
 DEVICE void load_hidden(Fragment<FFN_SLOTS>& b, const StepParams& p, const Route& route, int a) {
   if (a >= route.n_active) return;
@@ -56,4 +58,30 @@ DEVICE bool down_tiles(const StepParams& p, Shared& s, Streams& st, const int* d
     if (!mma_strip(st, c, b) || !st.put(c)) return false;
   }
   return true;
+}
+
+DEVICE void store_expert_part(const StepParams& p, const Shared& s, const Place& at, const int* d, int flat,
+                              const float (&v)[4]) {
+  const Route& route = s.route[d[W_LAYER] & 1];
+  int expert = route.active[flat / HIDDEN_STRIPS];
+  store_columns(at, p.ffn_part + static_cast<size_t>(expert) * MAX_ROWS * HIDDEN, flat % HIDDEN_STRIPS,
+                route.rows[expert], v);
+}
+
+// The weighted sum of a strip's expert parts, ascending id.
+DEVICE void moe_combine(const StepParams& p, const Shared& s, const Place& at, const int* d) {
+  const Route& route = s.route[d[W_LAYER] & 1];
+  for (int i = 0; i < d[W_TILES]; ++i) {
+    int strip = d[W_TILE] + i;
+    float sum[4] = {0.f, 0.f, 0.f, 0.f};
+    for (int a = 0; a < route.n_active; ++a) {
+      int expert = route.active[a];
+      const float* part = p.ffn_part + static_cast<size_t>(expert) * MAX_ROWS * HIDDEN + strip * 16 + at.r;
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (route.rows[expert] >> at.row(j) & 1)
+          sum[j] += route.weight[expert][at.row(j)] * load_l2(part + at.row(j) * HIDDEN + j / 2 * 8);
+    }
+    store_columns(at, p.ffn_out, strip, (1u << p.rows) - 1, sum);
+  }
 }
