@@ -13,9 +13,11 @@ class Guard {
 
   // Waits for a phase of an mbarrier; false when the step was given up.
   DEVICE bool wait(Barrier* b, uint32_t parity) const {
+    // a look at the abort word is a trip to L2, which a barrier that completes meanwhile would have to wait for
+    uint32_t tries = 0;
 #pragma unroll 1
-    while (!barrier_try(b, parity))  // the hardware's own wait is long enough to look at the clock every time
-      if (expired()) return false;
+    while (!barrier_try(b, parity))
+      if ((++tries & 63) == 0 && expired()) return false;
     return true;
   }
   // True when the step must be given up: somebody did, or the time limit has passed.

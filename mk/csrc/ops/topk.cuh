@@ -42,10 +42,14 @@ DEVICE void pick_experts(const StepParams& p, Route& route, int layer, int row, 
       id = __shfl_sync(~0u, lane * 4 + j, owner);
     }
     if (lane == id / 4) {
-      float v = 0.f;
+      uint32_t bits = 0;  // masks, not an index: an indexed array would live in local memory
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        if (j == id % 4) v = logit[j], key[j] = 0;
+      for (int j = 0; j < 4; ++j) {
+        uint32_t mask = j == id % 4 ? ~0u : 0u;
+        bits |= __float_as_uint(logit[j]) & mask;
+        key[j] &= ~mask;
+      }
+      float v = __uint_as_float(bits);
       chosen |= 1u << id % 4;
       route.weight[id][row] = v == v ? 1.f / (1.f + expf(-v)) : 0.f;
       if (publish) p.route_ids[(layer * MAX_ROWS + row) * TOP_K + rank] = id;
@@ -95,7 +99,7 @@ DEVICE bool topk(const StepParams& p, Shared& s, const int* d, int forced, bool 
   if (warp == 0) {
     merge_rows(p, s, route);
     __syncwarp();
-    if (threadIdx.x == 0) barrier_arrive(&s.route_ready);
+    if (hidden(threadIdx.x) == 0) barrier_arrive(&s.route_ready);
   }
   consumers_meet();  // the list is complete for every warp's later tasks
   return ok;
