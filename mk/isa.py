@@ -81,7 +81,7 @@ class Flag(IntFlag):
 
 
 class Buffer(IntEnum):
-    """What tasks read and write. Each buffer is an array of *units*; regions are unit ranges (see `mk/graph.py`).
+    """What tasks read and write. Each buffer is an array of *units*; regions are unit ranges (see `mk/graph/`).
 
     `ACC_*` and `ROUTE` are private to an SM: they never pass between SMs.
     """

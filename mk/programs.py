@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mk.config import Config
-from mk.errors import MkError
 from mk.graph import StepShape
 from mk.model.geometry import Geometry
 from mk.schedule.lower import Program, lower
@@ -35,10 +34,6 @@ class Plan:
     @classmethod
     def from_config(cls, config: Config) -> Plan:
         schedule, attention = config.schedule, config.engine.attention
-        try:
-            splits = SplitPolicy(attention.split_keys, attention.max_splits)
-        except ValueError as error:
-            raise MkError(f"engine.attention: {error}") from error
         return cls(
             n_sm=config.gpu.sms,
             wave_order=tuple(config.wave_order.waves),
@@ -46,8 +41,23 @@ class Plan:
             attention_claimers=schedule.attention_claimers or 0,
             moe_claimers=schedule.moe_claimers or 0,
             claim_ahead=schedule.claim_ahead or 0,
-            splits=splits,
+            splits=SplitPolicy(attention.split_keys, attention.max_splits),
         )
+
+    def lower(self, geometry: Geometry, rows: int, bucket: int) -> Program:
+        """The step of `rows` sequences of at most `bucket` keys, not verified. Raises MkError for what cannot be."""
+        shape = StepShape(
+            geometry,
+            rows,
+            bucket,
+            self.n_sm,
+            own_rows=self.placement == "row_owner",
+            attention_claimers=self.attention_claimers,
+            moe_claimers=self.moe_claimers,
+            claim_ahead=self.claim_ahead,
+            splits=self.splits,
+        )
+        return lower(shape, self.wave_order, self.placement)
 
 
 @dataclass(slots=True)
@@ -62,24 +72,7 @@ class Programs:
     def get(self, bucket: int) -> Program:
         """The program with room for contexts up to `bucket`. Raises MkError (a VerifyError) if the plan cannot run."""
         if bucket not in self._by_bucket:
-            program = lower(self._shape(bucket), self.plan.wave_order, self.plan.placement)
+            program = self.plan.lower(self.geometry, self.rows, bucket)
             verify(program)
             self._by_bucket[bucket] = program
         return self._by_bucket[bucket]
-
-    def _shape(self, bucket: int) -> StepShape:
-        plan = self.plan
-        try:
-            return StepShape(
-                self.geometry,
-                self.rows,
-                bucket,
-                plan.n_sm,
-                own_rows=plan.placement == "row_owner",
-                attention_claimers=plan.attention_claimers,
-                moe_claimers=plan.moe_claimers,
-                claim_ahead=plan.claim_ahead,
-                splits=plan.splits,
-            )
-        except ValueError as error:
-            raise MkError(f"schedule: {error}") from error

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PAGE = 64  # tokens of one KV page
+from mk.errors import MkError
+from mk.model.geometry import PAGE
 
 
 @dataclass(frozen=True, slots=True)
 class SplitPolicy:
     """Splits of `split_keys` keys, doubled until a head has at most `max_splits` of them.
 
-    Boundaries lie at absolute multiples of the split size, so a sliding window moves over them page by page.
+    Boundaries lie at absolute multiples of the split size, so a sliding window moves over them page by page. Raises
+    MkError for a size that is no multiple of the page, and for no splits at all.
     """
 
     split_keys: int = 128
@@ -23,9 +25,12 @@ class SplitPolicy:
 
     def __post_init__(self) -> None:
         if self.split_keys % PAGE or self.split_keys <= 0:
-            raise ValueError(f"split_keys {self.split_keys} is not a positive multiple of the page ({PAGE})")
+            raise MkError(
+                f"split_keys={self.split_keys} is not a positive multiple of the page of {PAGE} tokens",
+                hint=f"engine.attention.split_keys={max(1, round(self.split_keys / PAGE)) * PAGE}",
+            )
         if self.max_splits < 1:
-            raise ValueError(f"max_splits {self.max_splits} < 1")
+            raise MkError(f"max_splits={self.max_splits} must be at least 1", hint="engine.attention.max_splits=64")
 
     def size(self, visible: int) -> int:
         """Keys of one split when `visible` keys are seen. A window unaligned to the split touches one split more."""

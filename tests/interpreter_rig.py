@@ -1,52 +1,42 @@
-"""A tiny model, its reference results, and machines set up in the middle of a decode."""
+"""A tiny model and nano, their reference results, and machines set up in the middle of a decode."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import yaml
 
-from mk.graph import StepShape
+from mk.config import CONFIG_DIR
 from mk.interpreter import Machine, StepInputs, StepOutputs
 from mk.kv import KVCache, PageAllocator
+from mk.model.checkpoint import load_checkpoint
 from mk.model.geometry import Geometry
+from mk.model.opening import NANO
 from mk.model.packing import PackedWeights
 from mk.model.random_weights import RandomWeights, sharp_qk_scale
 from mk.model.reference import ReferenceCache, reference_forward
-from mk.schedule.lower import Program, lower
+from mk.programs import Plan
+from mk.schedule.lower import Program
 from tests.tiny_model import tiny_geometry
 
 GEOMETRY = tiny_geometry()  # window 64, one page
+NANO_GEOMETRY = Geometry.from_hf_config(NANO)  # window 256
 STD = 0.1  # wide enough for the FFN of so narrow a model to matter
 MAX_BLOCKS = 9
 
-_MOE = ("moe_up", "moe_down")
-_HEAD = ("router", "topk", "route_setup", "moe_gather")
-WAVE_ORDERS = {
-    "default": ("qkv", *_HEAD, "attn", "attn_combine", *_MOE, "moe_combine", "oproj", "rmsnorm"),
-    "interleaved": ("qkv", *_HEAD, "attn", *_MOE, "attn_combine", "moe_combine", "oproj", "rmsnorm"),
-    "attention_first": ("qkv", *_HEAD, "attn", "attn_combine", "oproj", *_MOE, "moe_combine", "rmsnorm"),
-    "parted": (
-        "router",
-        "qkv",
-        *_HEAD[1:],
-        "moe_up",
-        "attn",
-        "moe_up",
-        "attn_combine",
-        "oproj",
-        "moe_down",
-        "moe_combine",
-        "rmsnorm",
-    ),
-    "router_first": ("router", "qkv", *_HEAD[1:], "attn", "attn_combine", *_MOE, "moe_combine", "oproj", "rmsnorm"),
-}
-PLACEMENTS = ("round_robin", "dependency_affinity", "row_owner")
 
+def _wave_orders() -> dict[str, tuple[str, ...]]:
+    """The orders that `configs/wave_order` names; `custom` names none."""
+    files = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((CONFIG_DIR / "wave_order").glob("*.yaml"))}
+    return {name: tuple(file["waves"]) for name, file in files.items() if isinstance(file["waves"], list)}
+
+
+WAVE_ORDERS = _wave_orders()
 Floats = npt.NDArray[np.float32]
 
 
@@ -56,8 +46,14 @@ def source(geometry: Geometry = GEOMETRY, seed: int = 3) -> RandomWeights:
 
 
 @cache
+def tensors(geometry: Geometry) -> Callable[[str], torch.Tensor]:
+    """The weights that the rig uses with a geometry: nano's checkpoint with nano's, `source` with any other."""
+    return (load_checkpoint(NANO) if geometry == NANO_GEOMETRY else source(geometry)).tensor
+
+
+@cache
 def weights(geometry: Geometry = GEOMETRY) -> PackedWeights:
-    return PackedWeights.from_state(source(geometry).tensor, geometry)
+    return PackedWeights.from_state(tensors(geometry), geometry)
 
 
 def random_tokens(count: int, seed: int) -> list[int]:
@@ -68,14 +64,14 @@ def random_tokens(count: int, seed: int) -> list[int]:
 @cache
 def reference_logits(tokens: tuple[int, ...], dtype: torch.dtype, geometry: Geometry = GEOMETRY) -> Any:
     """Logits [T, vocab] after each token, as a numpy array of that precision."""
-    return reference_forward(geometry, source(geometry).tensor, torch.tensor(tokens), dtype).numpy()
+    return reference_forward(geometry, tensors(geometry), torch.tensor(tokens), dtype).numpy()
 
 
 @cache
 def reference_kv(tokens: tuple[int, ...], geometry: Geometry = GEOMETRY) -> ReferenceCache:
     held = ReferenceCache()
     if tokens:
-        reference_forward(geometry, source(geometry).tensor, torch.tensor(tokens), cache=held, keep=1)
+        reference_forward(geometry, tensors(geometry), torch.tensor(tokens), cache=held, keep=1)
     return held
 
 
@@ -90,16 +86,8 @@ def program(
     geometry: Geometry = GEOMETRY,
 ) -> Program:
     """Claimer counts differ from each other and from the SM count, so nothing may assume that they agree."""
-    shape = StepShape(
-        geometry,
-        rows,
-        bucket,
-        n_sm,
-        own_rows=placement == "row_owner",
-        attention_claimers=min(3, n_sm) if stealing else 0,
-        moe_claimers=min(4, n_sm) if stealing else 0,
-    )
-    return lower(shape, WAVE_ORDERS[order], placement)
+    claimers = (min(3, n_sm), min(4, n_sm)) if stealing else (0, 0)
+    return Plan(n_sm, WAVE_ORDERS[order], placement, *claimers).lower(geometry, rows, bucket)
 
 
 class Batch:

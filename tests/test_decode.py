@@ -232,7 +232,7 @@ def test_programs_are_lowered_once_and_refused_early() -> None:
     backwards = Plan(3, ("attn", *(wave for wave in WAVE_ORDERS["default"] if wave != "attn")), "row_owner")
     with pytest.raises(MkError, match="deadlock"):
         machine(1, plan=backwards)
-    with pytest.raises(MkError, match="moe_claimers must lie in 0..3"):
+    with pytest.raises(MkError, match="moe_claimers=4 must lie in 0..3"):
         machine(1, plan=Plan(3, WAVE_ORDERS["default"], "round_robin", moe_claimers=4))
 
 
@@ -256,5 +256,5 @@ def test_engines_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert isinstance(make_engine(config, model, 2, 1024), ReferenceEngine)
     with pytest.raises(MkError, match="engine=reference computes in float32"):
         make_engine(load_config([*axes, "engine=reference", "engine.numerics=kernel"]), model, 1, 9)
-    with pytest.raises(MkError, match="split_keys 100"):
+    with pytest.raises(MkError, match="split_keys=100 is not a positive multiple"):
         make_engine(load_config([*axes, "engine.attention.split_keys=100"]), model, 1, 9)

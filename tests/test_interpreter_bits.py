@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mk.interpreter import numerics
+from mk.schedule.placement import PLACEMENTS
 from tests.interpreter_rig import (
-    PLACEMENTS,
     WAVE_ORDERS,
     Batch,
     Floats,

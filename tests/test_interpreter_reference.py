@@ -20,11 +20,11 @@ from mk.kv import KVCache
 from mk.model.folder import write_weights
 from mk.model.geometry import Geometry
 from mk.schedule.lower import lower
+from mk.schedule.placement import PLACEMENTS
 from mk.splits import SplitPolicy
 from tests.interpreter_rig import (
     GEOMETRY,
     MAX_BLOCKS,
-    PLACEMENTS,
     WAVE_ORDERS,
     batch,
     program,

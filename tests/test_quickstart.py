@@ -183,7 +183,7 @@ def test_one_token_is_prefill_alone(folder: Path, tmp_path: Path, capsys: pytest
         (["batch.size=3", "experiment.prompts=[a,b]"], r"experiment.prompts has 2 entries for batch.size=3"),
         (["batch.size=2", "batch.contexts=[0,0]"], "every row is inactive"),
         (["batch.contexts=[1020]"], "a context of 1025 tokens exceeds the model's max_positions=1024"),
-        (["schedule=work_stealing", "schedule.moe_claimers=9", "placement=round_robin"], "moe_claimers must lie in"),
+        (["schedule=work_stealing", "schedule.moe_claimers=9", "placement=round_robin"], "moe_claimers=9 must"),
         (["routing=replay", "routing.path=/does/not/exist"], "no such file"),
         (["engine=reference", "engine.numerics=kernel"], "computes in float32"),
     ],

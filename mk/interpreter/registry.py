@@ -76,7 +76,7 @@ EXECUTORS: dict[str, Executor] = {}
 
 
 def executes(op: str) -> Callable[[Executor], Executor]:
-    """Register the executor of an operation, by its name in `mk/graph.py`."""
+    """Register the executor of an operation, by its name in `mk/graph/`."""
 
     def register(executor: Executor) -> Executor:
         if op in EXECUTORS:
