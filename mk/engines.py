@@ -16,8 +16,8 @@ import torch
 from mk.config import Config
 from mk.errors import MkError
 from mk.interpreter import Machine, StepInputs, StepOutputs
-from mk.kv import KVCache
-from mk.model.geometry import PAGE, Geometry
+from mk.kv import KVCache, blocks_of
+from mk.model.geometry import Geometry
 from mk.model.opening import Model
 from mk.model.packing import PackedWeights
 from mk.model.reference import LayerOutput, ReferenceCache, reference_forward
@@ -79,12 +79,8 @@ class MachineEngine:
         """`seed` orders both the interleaving of the SMs and the pages that are handed out."""
         self.geometry = g = weights.geometry
         self.rows, self.context = rows, context
-        blocks = -(-context // PAGE)
-        window = min(blocks, -(-g.window_keys // PAGE) + 1) if g.sliding_layers else 0
-        # a prefill chunk needs pages beside those of the window before it
-        in_flight = min(window, -(-chunk // PAGE) + 1)
-        self.kv = KVCache(g, rows * blocks, rows * window + in_flight)
-        self.pages = self.kv.allocator(rows, blocks, seed)
+        self.kv = KVCache.for_contexts(g, rows, context, chunk)
+        self.pages = self.kv.allocator(rows, blocks_of(context), seed)
         self.machine = Machine(weights, self.kv, numerics, seed, router)
         self.programs = Programs(g, rows, plan)
         self.programs.get(bucket_for(1))  # a plan that cannot run is refused here, not in the middle of a decode

@@ -27,6 +27,11 @@ def kv_layers(geometry: Geometry, kind: str) -> tuple[int, ...]:
     return geometry.full_layers if kind == "full" else geometry.sliding_layers
 
 
+def blocks_of(tokens: int) -> int:
+    """Pages that `tokens` tokens fill, the last one perhaps in part."""
+    return -(-tokens // PAGE)
+
+
 def first_visible(keys: int, window: int | None) -> int:
     """First key that the query of the last of `keys` tokens sees; `window` None = full attention."""
     return 0 if window is None else max(0, keys - window)
@@ -83,7 +88,7 @@ class PageAllocator:
         A sliding layer gets no page for blocks that no query from the last of these tokens on can see. All or nothing:
         raises MkError naming the slot, what it needs and what is free, with the table unchanged.
         """
-        end = -(-keys // PAGE)
+        end = blocks_of(keys)
         if end > self.max_blocks:
             raise MkError(f"slot {slot}: {keys} keys need {end} blocks, its page table has {self.max_blocks}")
         wanted: dict[str, range] = {}
@@ -143,11 +148,17 @@ class KVCache:
         }
 
     @classmethod
-    def for_contexts(cls, geometry: Geometry, slots: int, keys: int) -> KVCache:
-        """Enough pages for `slots` sequences of `keys` tokens, one page in hand for a window that straddles blocks."""
-        full = -(-keys // PAGE)
-        sliding = min(full, -(-geometry.window_keys // PAGE) + 1) if geometry.sliding_layers else 0
-        return cls(geometry, slots * full, slots * sliding)
+    def for_contexts(cls, geometry: Geometry, slots: int, keys: int, chunk: int = 0) -> KVCache:
+        """Enough pages for `slots` sequences of `keys` tokens, prompts coming in chunks of at most `chunk` tokens.
+
+        A window that straddles blocks has one page more than it fills. While a chunk is computed, its own pages stand
+        beside those of the window before it: of the chunk or of its last window, whichever is less, and for one slot
+        at a time.
+        """
+        full = blocks_of(keys)
+        window = min(full, blocks_of(geometry.window_keys) + 1) if geometry.sliding_layers else 0
+        in_flight = min(window, blocks_of(chunk) + 1) if chunk else 0
+        return cls(geometry, slots * full, slots * window + in_flight)
 
     def allocator(self, slots: int, max_blocks: int, seed: int | None = None) -> PageAllocator:
         """An allocator of all of these pages."""
@@ -163,7 +174,7 @@ class KVCache:
         blocks, pool, index = table[kind][slot], self.pools[kind], self.index[layer]
         values = np.stack([np.asarray(k, np.float32), np.asarray(v, np.float32)], axis=2)  # [n, heads, 2, dim]
         end = start + len(values)
-        for block in range(start // PAGE, -(-end // PAGE)):
+        for block in range(start // PAGE, blocks_of(end)):
             page = int(blocks[block]) if block < len(blocks) else ABSENT
             if page == ABSENT:
                 if kind == "sliding" and block < len(blocks):
@@ -180,7 +191,7 @@ class KVCache:
         """
         pool = self.pools[self.geometry.layer_kinds[layer]]
         first = lo // PAGE
-        pages = blocks[first : -(-hi // PAGE)]
+        pages = blocks[first : blocks_of(hi)]
         if (pages == ABSENT).any():
             block = first + int(np.argmax(pages == ABSENT))
             raise MkError(f"layer {layer}: block {block} of the context has no page", hint="reserve before the step")

@@ -179,6 +179,18 @@ def test_the_size_for_given_contexts_suffices() -> None:
             pages.reserve(slot, keys)
 
 
+@pytest.mark.parametrize("chunk", [1, 64, 100, 128, 512])
+def test_the_size_has_room_for_a_prefill_chunk(chunk: int) -> None:
+    """The last slot's prompt comes while the others hold all that a decode of 1000 keys ever does."""
+    kv = KVCache.for_contexts(GEOMETRY, slots=3, keys=1000, chunk=chunk)
+    pages = kv.allocator(3, 16, seed=1)
+    for slot in range(3):
+        for done in range(0, 1000, chunk):
+            pages.reserve(slot, min(1000, done + chunk))
+            pages.release_window(slot, min(1000, done + chunk))
+    assert not pages.free_pages["full"]
+
+
 def test_rows_of_a_batch_are_copied_from_their_slots() -> None:
     pages = allocator()
     pages.reserve(2, 65)
