@@ -191,7 +191,7 @@ def test_tool_calls_are_numbered_and_their_results_merged(tokenizer: Tokenizer) 
 
 
 def test_template_errors_are_the_users(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    with pytest.raises(MkError, match="unknown role critic"):
+    with pytest.raises(MkError, match="unknown message role: critic"):
         tokenizer.render([{"role": "critic", "content": "no"}])
     with pytest.raises(MkError, match="empty conversation"):
         tokenizer.render([])

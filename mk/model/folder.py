@@ -21,6 +21,8 @@ PAD = "<PAD>"
 BOS = MARKERS["bos"][0]
 EOS = MARKERS["end_turn"][0]
 
+TEMPLATE = Path(__file__).with_name("nano") / "chat_template.jinja"  # of every model that is made here
+
 SHARD_BYTES = 5_000_000_000
 
 
@@ -49,7 +51,7 @@ def write_model_folder(folder: Path, geometry: Geometry, tokenizer: tokenizers.T
         folder / "tokenizer_config.json",
         tokenizer_config | {f"{role}_token": piece for role, piece in pieces.items()},
     )
-    shutil.copyfile(Path(__file__).with_name("chat_template.jinja"), folder / "chat_template.jinja")
+    shutil.copyfile(TEMPLATE, folder / TEMPLATE.name)
 
 
 def write_weights(folder: Path, source: tensors.WeightSource, shard_bytes: int = SHARD_BYTES) -> None:
