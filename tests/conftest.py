@@ -1,8 +1,9 @@
-"""Shared test set-up: no network, and GPU tests only where there is a GPU."""
+"""Shared test set-up: no network, GPU tests only where there is a GPU, and figures in the summary."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 
@@ -21,3 +22,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def figure(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Takes a line that `make test` prints at its end: what a test measured, besides passing."""
+    return lambda line: record_property("figure", line)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for report in terminalreporter.getreports("passed") if report.when == "call"]
+    reports += terminalreporter.getreports("failed")
+    reports.sort(key=lambda report: report.nodeid)  # workers report in any order
+    lines = [line for report in reports for name, line in report.user_properties if name == "figure"]
+    if lines:
+        terminalreporter.section("figures")
+        for line in lines:
+            terminalreporter.write_line(str(line))

@@ -9,21 +9,23 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
 import pytest
 
 from mk.errors import MkError
-from mk.graph import StepShape
 from mk.interpreter import Machine, StepInputs
 from mk.kv import KVCache
 from mk.model.geometry import Geometry, rope_layers
 from mk.model.packing import PackedWeights
 from mk.model.random_weights import RandomWeights, sharp_qk_scale
-from mk.schedule.lower import Program, lower
+from mk.programs import Plan
+from mk.schedule.lower import Program
 from mk.verify import VerifyError, verify
 from tests.happens_before import STEPS, Deadlock, find_race
+from tests.interpreter_rig import WAVE_ORDERS
 from tests.mutants import KINDS
 
 PER_KIND = 49  # mutants of each kind, dealt over the programs
@@ -53,11 +55,8 @@ GEOMETRY = Geometry(
 BUCKET = 300
 KEYS = (BUCKET - STEPS, BUCKET - STEPS + 1)  # every split of the lists is in use from the first step to the last
 
-_MOE = ("moe_up", "moe_down")
-_HEAD = ("router", "topk", "route_setup", "moe_gather")
-DEFAULT = ("qkv", *_HEAD, "attn", "attn_combine", *_MOE, "moe_combine", "oproj", "rmsnorm")
-ATTENTION_FIRST = ("qkv", *_HEAD, "attn", "attn_combine", "oproj", *_MOE, "moe_combine", "rmsnorm")
-ROUTER_FIRST = ("router", "qkv", *_HEAD[1:], "attn", *_MOE, "attn_combine", "moe_combine", "oproj", "rmsnorm")
+DEFAULT, ATTENTION_FIRST = WAVE_ORDERS["default"], WAVE_ORDERS["attention_first"]
+ROUTER_FIRST = ("router", *(wave for wave in WAVE_ORDERS["interleaved"] if wave != "router"))
 
 PROGRAMS = {
     "static, round_robin": (3, "round_robin", 0, 0, DEFAULT),
@@ -73,16 +72,7 @@ PROGRAMS = {
 @cache
 def program(name: str) -> Program:
     n_sm, placement, attention, moe, order = PROGRAMS[name]
-    shape = StepShape(
-        GEOMETRY,
-        rows=len(KEYS),
-        bucket=BUCKET,
-        n_sm=n_sm,
-        own_rows=placement == "row_owner",
-        attention_claimers=attention,
-        moe_claimers=moe,
-    )
-    return lower(shape, order, placement)
+    return Plan(n_sm, order, placement, attention, moe).lower(GEOMETRY, len(KEYS), BUCKET)
 
 
 @cache
@@ -155,7 +145,7 @@ def test_verifier_and_oracle_accept_what_lowering_makes(name: str) -> None:
         assert decode(program(name), starve) == expected(name)
 
 
-def test_kill_rate() -> None:
+def test_kill_rate(figure: Callable[[str], None]) -> None:
     table: dict[str, Counter[str]] = {}
     survivors, start = [], time.perf_counter()
     for kind, mutate in KINDS.items():
@@ -172,21 +162,21 @@ def test_kill_rate() -> None:
             if matters and not refused:
                 survivors.append(f"{kind} of {name}: {matters}")
 
-    print(f"\n{'kind':34s} mutants killed survived | equivalent: accepted refused")
+    figure(f"{'mutants of the task list':34s} mutants killed survived | equivalent: accepted refused")
     total: Counter[object] = Counter()
     for kind, counts in table.items():
         total += counts
-        print(_line(kind, counts))
-    print(_line("all", total))
+        figure(_line(kind, counts))
+    figure(_line("all", total))
     killed, survived = total["refused", True], total["accepted", True]
     rate = killed / (killed + survived)
-    print(f"kill rate {100 * rate:.2f} %, {time.perf_counter() - start:.1f} s")
+    figure(f"kill rate {100 * rate:.2f} %, {time.perf_counter() - start:.1f} s")
     assert rate >= 0.99, "\n".join(survivors)
     for kind, counts in table.items():
         assert counts["refused", True] >= 3, f"too few mutants of kind {kind!r} that matter"
 
 
-def test_oracle_and_hostile_interleavings_agree() -> None:
+def test_oracle_and_hostile_interleavings_agree(figure: Callable[[str], None]) -> None:
     """A race or deadlock that the oracle sees shows in the bits of some interleaving that starves one SM; none shows
     in a program that the oracle finds determinate."""
     shown = racing = determinate = 0
@@ -204,7 +194,7 @@ def test_oracle_and_hostile_interleavings_agree() -> None:
             else:
                 determinate += 1
                 assert len(results) == 1, f"{kind} of {name}"
-    print(f"{shown} of {racing} races and deadlocks change bits; {determinate} determinate mutants never do")
+    figure(f"{shown} of {racing} races and deadlocks change bits; {determinate} determinate mutants never do")
     assert determinate >= 5 and racing >= 20
     assert shown >= 0.9 * racing
 
