@@ -25,13 +25,13 @@ setup:
 run: setup ## decode real text through the machine, and check it
 	@$(VENV) run.py $(ARGS)
 
-test: setup ## all tests; those that need a GPU are skipped without one
-	@$(VENV) -m pytest $(ARGS)
+test: setup ## all tests, on every core; those that need a GPU are skipped without one
+	@$(VENV) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 lint: setup ## ruff, and mypy on mk/
 	@$(VENV) -m ruff check .
 	@$(VENV) -m mypy
 
 clean: ## remove .venv, caches and built kernels; runs/ stays
-	rm -rf .venv build .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.util
 import json
+import tomllib
 import types
 from collections import namedtuple
 from pathlib import Path
@@ -111,3 +113,14 @@ def test_constraints_pin_every_direct_dependency() -> None:
     for requirement in needed:
         name = requirement.split(";")[0].split(">")[0].split("[")[0].strip()
         assert name in pinned
+
+
+def test_an_install_has_every_file_that_the_packages_read() -> None:
+    """setuptools takes Python files by itself, and leaves out what no pattern of package-data names."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns, packages = settings["package-data"]["*"], settings["packages"]["find"]["include"]
+    for folder in ("mk", "configs", "prefill", "experiments", "evals"):
+        assert any(fnmatch.fnmatch(folder, package) for package in packages)
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and path.suffix not in (".py", ".pyc"):
+                assert any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns), path
