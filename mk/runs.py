@@ -142,7 +142,8 @@ def environment() -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     return {
         "python": platform.python_version(),
-        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "platform": f"{platform.system()} {platform.machine()}",
+        "kernel": platform.release(),  # in meta.json only: a row names what figures depend on, not a host
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if cuda else [],
