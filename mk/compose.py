@@ -139,7 +139,8 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
         parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
     except OverrideParseException as error:
         raise MkError(
-            f"cannot read {error.override!r}", hint="write key=value, and quote lists: 'batch.contexts=[10,20]'"
+            f"cannot read {error.override!r}",
+            hint="write key=value, and quote lists and text: 'batch.contexts=[10,20]' 'experiment.prompt=\"f(x):\"'",
         ) from error
     return parsed
 

@@ -139,8 +139,6 @@ def test_the_recipe_quotes_the_code(language: str, files: tuple[str, ...]) -> No
     page = (root / "ADDING_AN_OP.md").read_text()
     blocks = re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL)
     assert len(blocks) == len(files)
-    if not all((root / name).exists() for name in files):
-        pytest.skip("the kernel is not in this tree yet")
     code = " ".join("".join((root / name).read_text() for name in files).split())
     for block in blocks:
         for part in re.sub(r" +#.*", "", block).split("\n\n"):
