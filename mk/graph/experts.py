@@ -8,7 +8,6 @@ from mk.graph.shape import QUEUE_KINDS, StepShape, blank, queue_id
 from mk.graph.tiles import ONE, X, claimers, is_sparse, own_queue, own_strips, strip_tasks, whole
 from mk.isa import ISA, Access, Buffer, Flag, Op, Word, Words
 from mk.model.geometry import ROWS
-from mk.model.packing import MatrixSlots
 
 _ROUTE = Access(Buffer.ROUTE, ONE)
 
@@ -96,12 +95,15 @@ ISA.add(
 )
 
 
-def _expert_words(tasks: Words, matrix: MatrixSlots, strips: int) -> Words:
+def _expert_tiles(s: StepShape, layer: int, tasks: Words, name: str, dst: Buffer) -> Words:
+    """Phases or claimers over the strips of every active expert's `name` matrix."""
+    matrix = s.layout.entry(name, layer)
     tasks[:, Word.K_SLOTS] = matrix.k_slots
     tasks[:, Word.STRIP_PITCH] = matrix.k_slots
     tasks[:, Word.WEIGHT] = matrix.first_slot
     tasks[:, Word.EXPERT_PITCH] = matrix.expert_stride
-    tasks[:, Word.TILES] = strips
+    tasks[:, Word.TILES] = matrix.strips
+    tasks[:, Word.DST] = dst
     return tasks
 
 
@@ -115,10 +117,7 @@ def _phase(s: StepShape) -> Words:
 def _moe_up(s: StepShape, layer: int) -> Words:
     if s.moe_claimers or not is_sparse(s, layer):
         return blank(0)
-    matrix = s.layout.entry("up", layer)
-    tasks = _expert_words(_phase(s), matrix, matrix.strips)
-    tasks[:, Word.DST] = Buffer.HIDDEN
-    return tasks
+    return _expert_tiles(s, layer, _phase(s), "up", Buffer.HIDDEN)
 
 
 def _all_hidden(s: StepShape, d: Words) -> tuple[Words, Words]:
@@ -143,10 +142,7 @@ ISA.add(
 def _moe_up_drain(s: StepShape, layer: int) -> Words:
     if not (s.moe_claimers and is_sparse(s, layer)):
         return blank(0)
-    matrix = s.layout.entry("up", layer)
-    tasks = _expert_words(claimers(s, s.moe_claimers, layer, "moe_up"), matrix, matrix.strips)
-    tasks[:, Word.DST] = Buffer.HIDDEN
-    return tasks
+    return _expert_tiles(s, layer, claimers(s, s.moe_claimers, layer, "moe_up"), "up", Buffer.HIDDEN)
 
 
 ISA.add(
@@ -166,10 +162,7 @@ ISA.add(
 def _moe_down(s: StepShape, layer: int) -> Words:
     if s.own_rows or s.moe_claimers or not is_sparse(s, layer):
         return blank(0)
-    matrix = s.layout.entry("down", layer)
-    tasks = _expert_words(_phase(s), matrix, matrix.strips)
-    tasks[:, Word.DST] = Buffer.FFN_PART
-    return tasks
+    return _expert_tiles(s, layer, _phase(s), "down", Buffer.FFN_PART)
 
 
 def _all_ffn_part(s: StepShape, d: Words) -> tuple[Words, Words]:
@@ -218,10 +211,7 @@ ISA.add(
 def _moe_down_drain(s: StepShape, layer: int) -> Words:
     if s.own_rows or not (s.moe_claimers and is_sparse(s, layer)):
         return blank(0)
-    matrix = s.layout.entry("down", layer)
-    tasks = _expert_words(claimers(s, s.moe_claimers, layer, "moe_down"), matrix, matrix.strips)
-    tasks[:, Word.DST] = Buffer.FFN_PART
-    return tasks
+    return _expert_tiles(s, layer, claimers(s, s.moe_claimers, layer, "moe_down"), "down", Buffer.FFN_PART)
 
 
 ISA.add(
