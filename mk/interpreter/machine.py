@@ -19,6 +19,7 @@ from mk.kv import KVCache
 from mk.model.packing import PackedWeights
 from mk.routing import Router
 from mk.schedule.lower import Program
+from mk.threads import threads_for
 
 
 class Machine:
@@ -107,7 +108,8 @@ class Machine:
 
         trace: list[list[tuple[int, int]]] | None = [] if self.trace else None
         # inf and NaN are data here: an unused row may hold anything, and status flags report what matters
-        with np.errstate(all="ignore"):
+        # torch makes a step's RoPE tables and converts weights that do not stay resident
+        with np.errstate(all="ignore"), threads_for(2 * self.weights.weights.layout.nbytes):
             plan = [make(index) for index in range(steps)]
             made = execute(self.program, self.lists, self.counters, plan, self.epoch, self.pick, trace)
         self.epoch += steps
