@@ -1,0 +1,51 @@
+"""The README against the repository: its figures are rows of results/, its paths exist, its command lines compose."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mk.compose import expand_sweep, load_config
+from mk.rows import Row, read_rows
+from run import parse
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "README.md").read_text()
+COMMANDS = re.findall(r"^python run\.py ([^#\n]+)", TEXT, flags=re.MULTILINE)
+
+
+def test_the_table_is_the_rows() -> None:
+    rows = read_rows(ROOT / "results" / "cpu" / "quickstart.jsonl")
+    cells = re.findall(r"^\| (\w+) \| (static|work_stealing) \| ([\d.]+) \| ([\d.]+) \|$", TEXT, flags=re.MULTILINE)
+    assert len(rows) == 2 * len(cells) == 12
+
+    def only(placement: str, schedule: str, batch: int) -> Row:
+        (row,) = (r for r in rows if (r.placement, r.schedule, r.batch) == (placement, schedule, batch))
+        return row
+
+    for placement, schedule, *speeds in cells:
+        for batch, speed in zip((1, 4), speeds, strict=True):
+            assert f"{only(placement, schedule, batch).tok_s:.0f}" == speed
+    assert {row.commit for row in rows} == {rows[0].commit} and "dirty" not in rows[0].commit
+    assert all(row.checks["equal_to_transformers"] and row.checks["schedule_verified"] for row in rows)
+    assert rows[0].env["device"] in TEXT and rows[0].env["torch"].split("+")[0] in TEXT
+
+
+def test_the_map_names_what_is_there() -> None:
+    table = TEXT[TEXT.index("## How it fits together") : TEXT.index("## Choosing a plan")]
+    places = re.findall(r"`([\w/]+(?:/|\.py))`", table)
+    assert len(places) > 20
+    for place in places:
+        assert (ROOT / place).exists(), place
+    packages = {path.parent.name for path in (ROOT / "mk").glob("*/*.py")} - {"csrc"}
+    assert all(f"`mk/{package}/`" in table for package in packages)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_compose(command: str) -> None:
+    args = parse(shlex.split(command))
+    for job in expand_sweep(args.overrides):
+        load_config(job)
