@@ -1,4 +1,4 @@
-// What a launch gets: device pointers and the step's numbers. Mirrored field by field by mk/runtime.py.
+// What a launch gets: device pointers and the step's numbers. mk/step_params.py reads the fields from here.
 #pragma once
 #include <cstdint>
 
@@ -11,7 +11,8 @@ constexpr int SLOT_BYTES = 8192;               // ring slot: 16 rows x 256 k of 
 constexpr int KV_BLOCK_BYTES = PAGE * 128 * 2;  // K or V of one page, layer and head
 constexpr int COUNTER_STRIDE = 32;             // counters stand 128 bytes apart
 
-constexpr int STATUS_LOGITS = 1, STATUS_ROUTER_NAN = 2;  // flags of a row, as in mk/interpreter/step.py
+// Flags of a row; the first two as in mk/interpreter/step.py, the third: a replaced expert id does not exist.
+constexpr int STATUS_LOGITS = 1, STATUS_ROUTER_NAN = 2, STATUS_EXPERT_ID = 4;
 
 // Where and on what an SM gave up, for the host to name (one record an SM).
 struct alignas(32) StallRecord {

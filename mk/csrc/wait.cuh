@@ -30,7 +30,8 @@ class Guard {
     if (threadIdx.x % 32 && role_ != ROLE_PRODUCER) return;
     atomicCAS(p.abort_word, 0u, 1u + blockIdx.x);
     StallRecord& record = p.stalls[blockIdx.x];
-    if (atomicCAS(&record.taken, 0, 1)) return;
+    // the controller knows the counter, so its account replaces another role's
+    if (atomicExch(&record.taken, 1) && role_ != ROLE_CONTROLLER) return;
     const int* words = s.entry[s.doing[role_]];
     record.role = role_, record.opcode = words[W_OPCODE], record.layer = words[W_LAYER], record.task = words[W_TASK];
     record.counter = counter, record.target = target, record.seen = seen;

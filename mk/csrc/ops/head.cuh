@@ -30,7 +30,7 @@ DEVICE void publish_candidates(const StepParams& p, const Place& at, const Candi
     for (int step = 4; step < 32; step *= 2) keep_better(value, id, step);
     uint32_t bad = __ballot_sync(~0u, c.bad[j]) & 0x11111111u << at.lane % 4;  // lanes of this column
     if (at.r == 0) {
-      if (bad && at.n + j < p.rows) p.status[at.n + j] |= STATUS_LOGITS;
+      if (bad && at.n + j < p.rows) atomicOr(p.status + at.n + j, STATUS_LOGITS);
       p.candidate_value[blockIdx.x * MAX_ROWS + at.n + j] = value;
       p.candidate_id[blockIdx.x * MAX_ROWS + at.n + j] = id;
     }
@@ -49,10 +49,13 @@ DEVICE void sample(const StepParams& p, const Shared& s, const Place& at) {
     }
     for (int step = 1; step < 32; step *= 2) keep_better(value, id, step);
     if (at.lane == 0) {
-      bool active = s.keys[row] > 0;
-      if (active) p.tokens[row] = id;
-      if (active && id == 0x7fffffff) p.status[row] |= STATUS_LOGITS;
-      if (active && p.advance) p.keys[row] = s.keys[row] + 1;
+      if (s.keys[row] == 0) continue;
+      // without a comparable logit the row keeps its token: the next step reads the head's row of it
+      if (id < VOCAB)
+        p.tokens[row] = id;
+      else
+        atomicOr(p.status + row, STATUS_LOGITS);
+      if (p.advance) p.keys[row] = s.keys[row] + 1;
     }
   }
   if (at.lane == 0) p.step_time[1] = nanoseconds();

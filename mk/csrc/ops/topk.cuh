@@ -29,7 +29,7 @@ DEVICE void pick_experts(const StepParams& p, Route& route, int layer, int row, 
     key[j] = lane * 4 + j < EXPERTS ? logit_key(logit[j]) : 0;
     bad |= lane * 4 + j < EXPERTS && logit[j] != logit[j];
   }
-  if (bad) p.status[row] = STATUS_ROUTER_NAN;
+  if (bad) atomicOr(p.status + row, STATUS_ROUTER_NAN);
   uint32_t chosen = 0;  // this lane's four experts, as bits
 #pragma unroll 1
   for (int rank = 0; rank < TOP_K; ++rank) {
@@ -40,6 +40,10 @@ DEVICE void pick_experts(const StepParams& p, Route& route, int layer, int row, 
       int owner = __ffs(__ballot_sync(~0u, best == top)) - 1;
       int j = key[0] == top ? 0 : key[1] == top ? 1 : key[2] == top ? 2 : 3;
       id = __shfl_sync(~0u, lane * 4 + j, owner);
+    }
+    if (id >= EXPERTS) {  // only a replaced id can be
+      if (lane == 0) atomicOr(p.status + row, STATUS_EXPERT_ID);
+      continue;
     }
     if (lane == id / 4) {
       uint32_t bits = 0;  // masks, not an index: an indexed array would live in local memory
