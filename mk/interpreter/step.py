@@ -27,6 +27,7 @@ class Status(IntFlag):
 
     LOGITS = 1  # a logit was NaN or infinite: no token was drawn
     ROUTER_NAN = 2  # a router logit was NaN and counted as -inf
+    EXPERT_ID = 4  # the kernel was handed an expert id that does not exist; the interpreter refuses such ids
 
 
 @dataclass

@@ -64,7 +64,8 @@ def open_model(model: ModelConfig, weights: WeightsConfig, scratch: Path, device
         geometry = dataclasses.replace(PRESETS[model.preset], window_includes_extra=extra)
     else:
         geometry = Geometry.from_hf_config(folder, extra)
-    random = RandomWeights(geometry, weights.seed or 0, device, 1.0 if weights.qk_scale is None else weights.qk_scale)
+    qk_scale = 1.0 if weights.qk_scale is None else weights.qk_scale
+    random = RandomWeights(geometry, weights.seed or 0, device, qk_scale=qk_scale)
     if folder is None:
         folder = scratch / "model"
         random.write_folder(folder)
