@@ -1,0 +1,265 @@
+"""The device side of a decode step: buffers, parameters, launches.
+
+`Runtime` owns everything the kernel touches except the weights, loads lowered programs and launches steps. Steps are
+queued on a CUDA stream: tokens and context lengths advance on the device, so the host may be many steps ahead. Whatever
+it writes between steps is ordered on the same stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from mk.build import Library
+from mk.device import DeviceFacts
+from mk.errors import MkError
+from mk.graph import QUEUE_KINDS
+from mk.kv import KINDS, PAGE, Blocks, blocks_of, first_visible, kv_layers
+from mk.model.packing import PackedWeights
+from mk.model.reference import rope_table
+from mk.schedule.lower import Program
+from mk.stalls import describe_stall
+from mk.step_params import COUNTER_STRIDE, KV_BLOCK, MAX_ROWS, MAX_WINDOW, StepParams, buffer_shapes
+
+
+class StepAborted(MkError):
+    """The kernel gave a step up: the message names the SM, task and counter."""
+
+
+def pack_keys(k: torch.Tensor) -> torch.Tensor:
+    """K of whole pages [..., 64, 128] in the layout the ring streams: [..., keys/16, d/32, 16, 32], flat."""
+    return k.unflatten(-1, (4, 32)).unflatten(-3, (4, 16)).transpose(-3, -2).flatten(-4)
+
+
+def pack_values(v: torch.Tensor) -> torch.Tensor:
+    """V of whole pages [..., 64, 128], transposed in the same packing: [..., d/16, keys/32, 16, 32], flat."""
+    return v.transpose(-1, -2).unflatten(-1, (2, 32)).unflatten(-3, (8, 16)).transpose(-3, -2).flatten(-4)
+
+
+class Runtime:
+    """One model on one device: `load` a program, `set_tables`, `set_sequences`, then `launch` steps and `finish`.
+
+    Every buffer of the kernel is `runtime[name]`, shaped as csrc/params.cuh says.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        weights: PackedWeights,
+        pages: Mapping[str, int],
+        max_blocks: int,
+        max_positions: int,
+        window_slots: int = 5,
+        time_limit_s: float = 2.0,
+    ) -> None:
+        """pages: physical pages of each pool. max_blocks: blocks of a sequence. max_positions: longest context.
+
+        window_slots: 8 KB copies an SM may have outstanding. time_limit_s: of every wait inside a step.
+        Raises MkError for a device or a library that does not fit.
+        """
+        self.weights, self.geometry = weights, weights.geometry
+        self.facts = DeviceFacts.read()
+        if self.facts.capability != (9, 0):
+            major, minor = self.facts.capability
+            raise MkError(f"{self.facts.name} has compute capability {major}.{minor}, the kernel is built for 9.0")
+        if library.geometry != self.geometry:
+            raise MkError("the library was built for another model geometry than that of the weights")
+        if not 1 <= window_slots <= MAX_WINDOW:
+            raise MkError(
+                f"a window of {window_slots} slots must lie in 1..{MAX_WINDOW}",
+                hint=f"engine.ring.window_kb={8 * MAX_WINDOW} is the most",
+            )
+        self.splits, self.build_hash = library.splits, library.build_hash
+        self.library = library.open()
+        if self.library.mk_params_bytes() != ctypes.sizeof(StepParams):
+            raise MkError("the library's parameters differ from this code's", hint="remove build/ and build again")
+        blocks = self.library.mk_prepare()
+        if blocks < 0:
+            raise MkError(f"{self.facts.name} refuses the kernel: {self.library.mk_error(-blocks).decode()}")
+        if blocks == 0:
+            raise MkError(f"the kernel does not fit an SM of {self.facts.name}")
+        self.device = weights.slots.device
+        self.max_blocks, self.max_positions = max_blocks, max_positions
+        self.stream = torch.cuda.Stream()
+        self.program: Program | None = None
+        self.epoch = 0
+        self._room: int | None = None  # steps whose contexts have been checked to have pages, where they advance
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._tables: dict[str, Blocks] = {}
+        self.params = StepParams()
+        self.params.window_slots = window_slots
+        self.params.time_limit_ns = int(time_limit_s * 1e9)
+        self.params.table_stride = max_blocks
+        self._allocate(pages)
+        self.stream.wait_stream(torch.cuda.current_stream())
+
+    def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Keeps a device tensor and points the parameter of the same name at it."""
+        assert tensor.device == self.device and tensor.is_contiguous(), name
+        self._buffers[name] = tensor
+        setattr(self.params, name, tensor.data_ptr())
+        return tensor
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._buffers[name]
+
+    def _allocate(self, pages: Mapping[str, int]) -> None:
+        g = self.geometry
+        self._own("slots", self.weights.slots)
+        self._own("norms", self.weights.norms)
+        for kind in KINDS:
+            pool = (max(1, pages[kind]), max(1, len(kv_layers(g, kind))), g.kv_heads, 2, KV_BLOCK)
+            self._own(f"pool_{kind}", torch.full(pool, float("nan"), dtype=torch.bfloat16, device=self.device))
+            table = torch.full((MAX_ROWS, self.max_blocks), -1, dtype=torch.int32, device=self.device)
+            self._own(f"table_{kind}", table)
+        for name, (dtype, shape) in buffer_shapes(g, self.splits, self.facts.sms).items():
+            self._own(name, torch.zeros(shape, dtype=dtype, device=self.device))
+        # rounded as transformers rounds its tables to the activations' dtype
+        rope = torch.stack(rope_table(g, torch.arange(self.max_positions)), dim=-1)
+        self._own("rope", rope.bfloat16().float().to(self.device))
+
+    # ---- programs and steps ----
+
+    def load(self, program: Program, epoch: int = 0) -> None:
+        """Makes a program current, after a stream-ordered clear of counters, queues and epoch.
+
+        Raises MkError when its grid cannot be resident, or when it was lowered for something else than the library.
+        """
+        shape, facts = program.shape, self.facts
+        for fits, message in (
+            (
+                shape.n_sm <= facts.sms,
+                f"the program wants {shape.n_sm} resident blocks, {facts.name} has {facts.sms} SMs",
+            ),
+            (shape.rows <= MAX_ROWS, f"the kernel is built for at most {MAX_ROWS} rows, the program has {shape.rows}"),
+            (shape.geometry == self.geometry, "the program is for another model geometry"),
+            (
+                shape.splits == self.splits,
+                f"the program cuts attention by {shape.splits}, the library by {self.splits}",
+            ),
+        ):
+            if not fits:
+                raise MkError(message)
+        queues = self.geometry.layers * len(QUEUE_KINDS)
+        steps = np.array([counter.per_step for counter in program.counters], np.int64)
+        counters = np.zeros((max(1, len(steps)), COUNTER_STRIDE), np.uint32)
+        counters[: len(steps), 0] = (steps * epoch) & 0xFFFFFFFF
+        with torch.cuda.stream(self.stream):
+            self._own("words", torch.from_numpy(program.words).to(self.device))
+            self._own("offsets", torch.from_numpy(program.offsets).to(self.device))
+            self._own("counters", torch.from_numpy(counters.view(np.int32)).to(self.device))
+            self._own("queues", torch.zeros(2, queues, dtype=torch.int32, device=self.device))
+            self["candidate_value"].fill_(float("-inf"))  # of SMs that get no strip of the head
+            self["candidate_id"].fill_(0x7FFFFFFF)
+            self["abort_word"].zero_()
+            self["stalls"].zero_()
+        self.params.rows, self.params.n_sm, self.params.n_queues = shape.rows, shape.n_sm, queues
+        self.program, self.epoch = program, epoch
+
+    def set_tables(self, tables: Mapping[str, Blocks]) -> None:
+        """Page tables of the batch: kind -> int32 [rows, blocks], as `PageTable.table` holds them. -1 = no page."""
+        with torch.cuda.stream(self.stream):
+            for kind in KINDS:
+                table = np.full((MAX_ROWS, self.max_blocks), -1, np.int32)
+                rows, blocks = tables[kind].shape
+                if rows > MAX_ROWS or blocks > self.max_blocks:
+                    raise MkError(f"a {kind} page table of {rows} x {blocks} exceeds {MAX_ROWS} x {self.max_blocks}")
+                table[:rows, :blocks] = tables[kind]
+                if table.max(initial=-1) >= len(self[f"pool_{kind}"]):
+                    raise MkError(f"the {kind} page table names page {table.max()} of {len(self[f'pool_{kind}'])}")
+                self[f"table_{kind}"].copy_(torch.from_numpy(table))
+                self._tables[kind] = table
+
+    def set_sequences(self, keys: Sequence[int], tokens: Sequence[int] | None = None, steps: int = 1) -> None:
+        """The next step's rows. keys: context lengths with this step's token, 0 = inactive row.
+
+        tokens: what each row continues with; None = what the last step sampled. steps: how many may be queued before
+        the next call; with more than one, contexts advance on the device. Clears the rows' status.
+        Raises MkError for a context without room in the program or without pages, naming the row.
+        """
+        if self.program is None:
+            raise MkError("no program is loaded", hint="Runtime.load first")
+        shape, g = self.program.shape, self.geometry
+        if len(keys) != shape.rows or (tokens is not None and len(tokens) != shape.rows):
+            raise MkError(f"{len(keys)} rows for a program of {shape.rows}")
+        limit = min(shape.bucket, self.max_positions, self.max_blocks * PAGE)
+        for row, first in enumerate(keys):
+            last = first + steps - 1
+            if first and not 0 < first <= last <= limit:
+                raise MkError(f"row {row}: contexts of {first} to {last} keys do not fit 1..{limit}")
+            for kind in KINDS if first else ():
+                window = g.window_keys if kind == "sliding" else None
+                held = self._tables[kind][row, first_visible(first, window) // PAGE : blocks_of(last)]
+                if kv_layers(g, kind) and (held < 0).any():
+                    raise MkError(f"row {row}: a context of {last} keys has no {kind} page for some of its blocks")
+            if first and tokens is not None and not 0 <= tokens[row] < g.vocab:
+                raise MkError(f"row {row}: token {tokens[row]} is outside 0..{g.vocab - 1}")
+        with torch.cuda.stream(self.stream):
+            self["keys"].copy_(_padded(keys))
+            if tokens is not None:
+                self["tokens"].copy_(_padded(tokens))
+            self["status"].zero_()
+        self.params.advance = int(steps > 1)
+        self._room = steps if steps > 1 else None
+
+    def force_routing(self, ids: torch.Tensor | None) -> None:
+        """From the next launch on top-k takes `ids`, int32 [layers, MAX_ROWS, top_k] on the device, distinct in a row.
+
+        None gives the router its say back. The tensor must stay as it is until the launched steps are done.
+        """
+        if ids is None:
+            self.params.forced_ids = None
+            self._buffers.pop("forced_ids", None)
+        else:
+            self._own("forced_ids", ids)
+
+    def publish_routing(self, ids: torch.Tensor) -> None:
+        """From the next launch on top-k writes the ids it took to `ids`, int32 [layers, MAX_ROWS, top_k]."""
+        self._own("route_ids", ids)
+
+    def launch(self) -> None:
+        """Queues one step. Raises MkError when CUDA refuses the launch, and beyond the steps of `set_sequences`."""
+        if self._room == 0:
+            raise MkError("all steps that contexts may advance by are queued", hint="Runtime.set_sequences again")
+        self.params.epoch = self.epoch & 0xFFFFFFFF
+        code = self.library.mk_launch(ctypes.byref(self.params), ctypes.c_void_p(self.stream.cuda_stream))
+        if code:
+            raise MkError(f"launch failed: {self.library.mk_error(code).decode()}")
+        self.epoch += 1
+        if self._room is not None:
+            self._room -= 1
+
+    def finish(self) -> None:
+        """Waits for all queued steps; raises `StepAborted` if one gave up. The program is then as if newly loaded."""
+        self.stream.synchronize()
+        if self["abort_word"].item():
+            assert self.program is not None
+            counters, stalls = (self[name].cpu().numpy() for name in ("counters", "stalls"))
+            message = describe_stall(self.program, counters[:, 0], stalls, int(self["abort_word"].item()) - 1)
+            self.load(self.program)
+            raise StepAborted(message)
+
+    def logits(self, row: int) -> torch.Tensor:
+        """float32 [vocab] of the last finished step, a view that the next step overwrites."""
+        return self["logits"][row, : self.geometry.vocab]
+
+    def status(self) -> list[int]:
+        """Flags of each row of the program since `set_sequences`, as in mk/interpreter/step.py; 0 = nothing wrong."""
+        found: list[int] = self["status"][: self.params.rows].tolist()
+        return found
+
+    # ---- KV pages ----
+
+    def write_pages(self, kind: str, page: int, layer_index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Fills one page of one layer (by its index among its kind) from K and V [kv_heads, 64, 128]."""
+        pool = self[f"pool_{kind}"]
+        with torch.cuda.stream(self.stream):
+            pool[page, layer_index, :, 0] = pack_keys(k.to(self.device, torch.bfloat16))
+            pool[page, layer_index, :, 1] = pack_values(v.to(self.device, torch.bfloat16))
+
+
+def _padded(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([*values, *[0] * (MAX_ROWS - len(values))], dtype=torch.int32)

@@ -1,0 +1,72 @@
+"""What a launch of the kernel gets: the parameter struct, and the shapes of the buffers that it points to."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from typing import Any
+
+import torch
+
+from mk.build import CSRC
+from mk.kv import PAGE
+from mk.model.geometry import SLOT_K, Geometry
+from mk.splits import SplitPolicy
+
+MAX_ROWS = 8
+MAX_WINDOW = 10  # ring slots that may be in flight; why is in gemm.cuh
+COUNTER_STRIDE = 32  # words: a counter has a 128-byte line of its own
+KV_BLOCK = PAGE * 128  # elements of K or V of one page, layer and head
+
+
+def _params_fields() -> list[tuple[str, Any]]:
+    """The ctypes fields of `StepParams`, read from params.cuh: the struct is written once."""
+    text = (CSRC / "params.cuh").read_text()
+    body = re.sub(r"//.*", "", text[text.index("struct StepParams {") :].split("};")[0])
+    scalars = {"int": ctypes.c_int32, "uint32_t": ctypes.c_uint32, "uint64_t": ctypes.c_uint64}
+    fields: list[tuple[str, Any]] = []
+    for kind, names in re.findall(r"(?:const |long )?(\w+\*?) ([\w, ]+);", body):
+        for name in names.split(", "):
+            fields.append((name, ctypes.c_void_p if kind.endswith("*") else scalars[kind]))
+    return fields
+
+
+class StepParams(ctypes.Structure):
+    _fields_ = _params_fields()
+
+
+def buffer_shapes(g: Geometry, policy: SplitPolicy, sms: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """dtype and shape of every buffer that starts as zeros, by its name in the struct."""
+    bf16, f32, i32, i64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+    experts, splits = max(1, g.experts), policy.max_splits + 1
+
+    def pad(k: int) -> int:
+        return -(-k // SLOT_K) * SLOT_K
+
+    return {
+        "keys": (i32, (MAX_ROWS,)),
+        "x": (bf16, (2, MAX_ROWS, pad(g.hidden))),
+        "sumsq": (f32, (2, g.hidden // 16, MAX_ROWS)),
+        "qkv": (bf16, (MAX_ROWS, g.qkv_rows)),
+        "partial_o": (f32, (MAX_ROWS, g.kv_heads, splits, g.group, 128)),
+        "partial_ml": (f32, (MAX_ROWS, g.kv_heads, splits, 2, 8)),
+        "attn_out": (bf16, (MAX_ROWS, pad(g.q_width))),
+        "router_part": (f32, (pad(g.hidden) // SLOT_K, MAX_ROWS, 128)),
+        "hidden": (bf16, (experts, MAX_ROWS, pad(g.expert_ffn))),
+        "dense_hidden": (bf16, (MAX_ROWS, pad(g.dense_ffn))),
+        "oproj_out": (f32, (MAX_ROWS, g.hidden)),
+        "ffn_part": (f32, (experts, MAX_ROWS, g.hidden)),
+        "ffn_out": (f32, (MAX_ROWS, g.hidden)),
+        "logits": (f32, (MAX_ROWS, -(-g.vocab // 16) * 16)),
+        "candidate_value": (f32, (sms, MAX_ROWS)),
+        "candidate_id": (i32, (sms, MAX_ROWS)),
+        "tokens": (i32, (MAX_ROWS,)),
+        "route_ids": (i32, (g.layers, MAX_ROWS, max(1, g.top_k))),
+        "status": (i32, (MAX_ROWS,)),
+        "temperature": (f32, (MAX_ROWS,)),
+        "seeds": (i32, (MAX_ROWS, 2)),
+        "abort_word": (i32, (1,)),
+        "stalls": (i32, (sms, 8)),
+        "cycles": (i64, (sms, 32, 8)),
+        "step_time": (i64, (2,)),
+    }

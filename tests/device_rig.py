@@ -1,0 +1,117 @@
+"""A stand-in for the card: `Runtime` on CPU tensors, with a library whose step is a few lines of Python."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mk.build import Library
+from mk.device import DeviceFacts
+from mk.model.geometry import Geometry
+from mk.runtime import Runtime
+from mk.splits import SplitPolicy
+from mk.step_params import StepParams
+
+H200 = DeviceFacts("NVIDIA H200", 132, 227 * 1024, (9, 0))
+
+
+def next_logits(geometry: Geometry, token: int, keys: int) -> Tensor:
+    """What the stand-in computes: noise float32 [vocab] that depends on the token and its position."""
+    return torch.randn(geometry.vocab, generator=torch.Generator().manual_seed(token * 1000 + keys))
+
+
+def next_ids(geometry: Geometry, token: int, keys: int, layer: int) -> Tensor:
+    """Expert ids int32 [top_k] of its router."""
+    return (torch.arange(geometry.top_k) + token + keys + layer).remainder(geometry.experts).int()
+
+
+class FakeLibrary:
+    """The C interface. `runtime` is set once there is one; `fault(runtime, step)` may break a step."""
+
+    def __init__(self) -> None:
+        self.runtime: Runtime | None = None
+        self.launches = 0
+        self.fault: Any = None
+
+    def mk_params_bytes(self) -> int:
+        return ctypes.sizeof(StepParams)
+
+    def mk_ring_slots(self) -> int:
+        return 22
+
+    def mk_prepare(self) -> int:
+        return 1
+
+    def mk_error(self, code: int) -> bytes:
+        return f"error {code}".encode()
+
+    def mk_launch(self, params: Any, stream: Any) -> int:
+        rt = self.runtime
+        assert rt is not None
+        g = rt.geometry
+        for row, keys in enumerate(rt["keys"].tolist()[: rt.params.rows]):
+            if not keys:
+                continue
+            token = int(rt["tokens"][row])
+            rt["logits"][row, : g.vocab] = next_logits(g, token, keys)
+            for layer in g.sparse_layers:
+                own = next_ids(g, token, keys, layer)
+                rt["route_ids"][layer, row] = rt["forced_ids"][layer, row] if rt.params.forced_ids else own
+            rt["tokens"][row] = int(rt.logits(row).argmax())
+            rt["keys"][row] += rt.params.advance
+        if self.fault is not None:
+            self.fault(rt, self.launches)
+        self.launches += 1
+        return 0
+
+
+class FakeStream:
+    cuda_stream = 0
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class FakeEvent:
+    """A clock that ticks a millisecond at each record."""
+
+    ticks = 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at = -1
+
+    def record(self, stream: Any = None) -> None:
+        FakeEvent.ticks += 1
+        self.at = FakeEvent.ticks
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return float(other.at - self.at)
+
+
+@pytest.fixture
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    """Everything of torch.cuda that the runtime and the experiment touch, without a card; gives the library."""
+    library = FakeLibrary()
+    monkeypatch.setattr(DeviceFacts, "read", classmethod(lambda cls: H200))
+    monkeypatch.setattr(Library, "open", lambda self: library)
+    for name, fake in (
+        ("Stream", FakeStream),
+        ("Event", FakeEvent),
+        ("stream", lambda stream: contextlib.nullcontext()),
+        ("current_stream", lambda: None),
+        ("synchronize", lambda: None),
+        ("empty_cache", lambda: None),
+    ):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return library
+
+
+def fake_build(geometry: Geometry, splits: SplitPolicy = SplitPolicy()) -> Library:
+    return Library(Path("libmk.so"), "0123456789abcdef", geometry, splits, 168, 0)

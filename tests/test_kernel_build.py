@@ -1,0 +1,226 @@
+"""The kernel compiles for the smallest and the full model, fits an SM without spills, and agrees with the Python side.
+
+Needs a CUDA compiler, not a GPU. Without a compiler these tests fail: a kernel that nobody compiles is not checked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mk import build as building
+from mk import step_params
+from mk.build import CSRC, Library, build, find_nvcc, geometry_header
+from mk.compose import load_config
+from mk.errors import MkError
+from mk.interpreter import Status
+from mk.isa import DESCRIPTOR_WORDS, ISA, NONE, Buffer, Flag, Word
+from mk.kv import PAGE
+from mk.model.geometry import PRESETS, SLOT_BYTES, Geometry
+from mk.model.opening import NANO
+from mk.splits import SplitPolicy
+from tests.csrc_constants import constants
+
+GEOMETRIES = {"nano": Geometry.from_hf_config(NANO), "north_mini_code": PRESETS["north_mini_code"]}
+SHARED_BYTES = {"nano": 226_024, "north_mini_code": 226_024}  # of a block; an SM has 232,448 for it
+MAX_REGISTERS = 168  # a thread at launch: 384 of them share the 65,536 of an SM
+MAX_SPILL_BYTES = 0
+
+
+@pytest.fixture(scope="module")
+def libraries() -> dict[str, Library]:
+    splits = SplitPolicy(128, load_config(["experiment=decode_throughput"]).engine.attention.max_splits)
+    with ThreadPoolExecutor(2) as pool:
+        built = {name: pool.submit(build, geometry, splits) for name, geometry in GEOMETRIES.items()}
+        return {name: future.result() for name, future in built.items()}
+
+
+@pytest.mark.parametrize("model", GEOMETRIES)
+def test_the_kernel_fits_an_sm_and_spills_nothing(libraries: dict[str, Library], model: str) -> None:
+    library = libraries[model]
+    assert library.spill_bytes <= MAX_SPILL_BYTES
+    assert 0 < library.registers <= MAX_REGISTERS
+    assert library.open().mk_shared_bytes() == SHARED_BYTES[model]
+    assert library.open().mk_shared_bytes() <= 227 * 1024
+
+
+@pytest.mark.parametrize("model", GEOMETRIES)
+def test_both_sides_mean_the_same_parameters_and_ring(libraries: dict[str, Library], model: str) -> None:
+    opened = libraries[model].open()
+    assert opened.mk_params_bytes() == ctypes.sizeof(step_params.StepParams)
+    assert opened.mk_ring_slots() == load_config().engine.ring.slots
+    names = [name for name, *_ in step_params.StepParams._fields_]
+    assert len(names) == len(set(names)) and {"slots", "keys", "epoch", "advance"} <= set(names)
+
+
+def test_the_generated_header_is_the_instruction_set(libraries: dict[str, Library]) -> None:
+    header = (libraries["nano"].path.parent / "isa.h").read_text()
+    values = {
+        name: int(value) for name, value in re.findall(r"^\s*(?:constexpr int )?(\w+) = (-?\d+)[,;]", header, re.M)
+    }
+    expected = {"DESCRIPTOR_WORDS": DESCRIPTOR_WORDS, "NONE": NONE, "OP_NOP": 0}
+    expected |= {f"OP_{op.name.upper()}": op.opcode for op in ISA}
+    for prefix, members in (("W", Word), ("FLAG", Flag), ("BUF", Buffer)):
+        expected |= {f"{prefix}_{member.name}": int(member) for member in members}
+    assert values == expected
+
+
+def test_constants_written_on_both_sides_agree() -> None:
+    found = constants()
+    expected = {
+        "PAGE": PAGE,
+        "SLOT_BYTES": SLOT_BYTES,
+        "KV_BLOCK_BYTES": 2 * step_params.KV_BLOCK,
+        "COUNTER_STRIDE": step_params.COUNTER_STRIDE,
+        "MAX_ROWS": step_params.MAX_ROWS,
+        "MAX_WINDOW": step_params.MAX_WINDOW,
+        "STATUS_LOGITS": Status.LOGITS,
+        "STATUS_ROUTER_NAN": Status.ROUTER_NAN,
+    }
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_geometry_constants_are_those_of_the_full_model() -> None:
+    header = geometry_header(GEOMETRIES["north_mini_code"], SplitPolicy(128, 32))
+    for line in ("LAYERS = 49", "HIDDEN_SLOTS = 8", "UP_STRIPS = 96", "FFN_SLOTS = 3", "VOCAB = 262144", "GROUP = 8"):
+        assert f"constexpr int {line};" in header
+    assert "SPLIT_SHIFT = 7;" in header and "WINDOW_SHIFT = 7;" in header
+
+
+@pytest.mark.parametrize("split_keys", [64, 192])
+def test_a_split_that_the_kernel_cannot_shift_by_is_refused(split_keys: int) -> None:
+    with pytest.raises(MkError, match=rf"engine\.attention\.split_keys={split_keys}"):
+        geometry_header(GEOMETRIES["nano"], SplitPolicy(split_keys, 64))
+
+
+# ---- the cache, with a compiler that only counts its calls
+
+
+FAKE_NVCC = """#!/bin/sh
+if [ "$1" = --version ]; then echo "release $(cat {home}/version)"; exit 0; fi
+echo "$@" >> {home}/calls
+while [ $# -gt 0 ]; do [ "$1" = -o ] && echo library > "$2"; shift; done
+echo "8 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads" >&2
+echo "ptxas info    : Used 42 registers, used 2 barriers" >&2
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Library]:
+    """`build` of nano with a counting compiler and a copy of csrc/; both lie in tmp_path."""
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(FAKE_NVCC.format(home=tmp_path))
+    nvcc.chmod(0o755)
+    (tmp_path / "version").write_text("13.0")
+    shutil.copytree(CSRC, tmp_path / "csrc")
+    monkeypatch.setattr(building, "CSRC", tmp_path / "csrc")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("MK_BUILD_DIR", str(tmp_path / "build"))
+    return lambda splits=SplitPolicy(), **more: build(GEOMETRIES["nano"], splits, **more)
+
+
+def calls(tmp_path: Path) -> int:
+    return len((tmp_path / "calls").read_text().splitlines())
+
+
+def test_a_library_is_built_once_and_read_back(fake, tmp_path: Path) -> None:
+    first = fake()
+    assert (first.registers, first.spill_bytes, calls(tmp_path)) == (42, 20, 1)
+    assert fake() == first and calls(tmp_path) == 1
+    assert first.path.is_relative_to(tmp_path / "build")
+    assert sorted(path.name for path in first.path.parent.iterdir()) == ["geometry.h", "isa.h", "libmk.so", "ptxas.log"]
+    assert list((tmp_path / "build").iterdir()) == [first.path.parent]
+
+
+def test_every_input_changes_the_key(fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {fake().build_hash}
+
+    def is_new(**more: object) -> bool:
+        before = len(seen)
+        seen.add(fake(**more).build_hash)
+        return len(seen) > before
+
+    sources = sorted(path for path in (tmp_path / "csrc").rglob("*") if path.is_file())
+    assert len(sources) > 10
+    for source in sources:
+        text = source.read_text()
+        source.write_text(text + "// changed\n")
+        assert is_new(), source.name
+        source.write_text(text)
+        moved = source.rename(source.with_stem(source.stem + "_moved"))
+        assert is_new(), f"{source.name} renamed"
+        moved.rename(source)
+    assert not is_new()  # all is as it was
+    assert is_new(defines=("MK_PROFILE",))
+    assert is_new(splits=SplitPolicy(256, 64))
+    assert is_new(splits=SplitPolicy(128, 32))
+    monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, "-G"))
+    assert is_new()
+    header = building.c_header()
+    monkeypatch.setattr(building, "c_header", lambda: header + "// an operation more\n")
+    assert is_new()
+    (tmp_path / "version").write_text("13.1")
+    assert is_new()
+    assert calls(tmp_path) == len(seen)
+
+
+def test_builders_at_the_same_time_share_one_library(fake, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        paths = {library.path for library in pool.map(lambda _: fake(), range(4))}
+    assert len(paths) == 1
+    assert paths.pop().read_text() == "library\n"
+    assert len(list((tmp_path / "build").iterdir())) == 1
+
+
+# ---- what goes wrong
+
+
+def test_without_a_compiler_the_message_says_where_one_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MkError, match="no CUDA compiler found") as caught:
+        build(GEOMETRIES["nano"], cache=tmp_path)
+    assert "CUDA_HOME" in str(caught.value.hint) and "nvidia-cuda-nvcc" in str(caught.value.hint)
+
+
+def test_the_wheels_compiler_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = tmp_path / "nvidia" / "cu13" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.touch()
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    assert find_nvcc() == nvcc
+
+
+def test_a_compile_error_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(CSRC, tmp_path / "csrc")
+    (tmp_path / "csrc" / "kernel.cu").write_text('#include "params.cuh"\nint broken = no_such_name;\n')
+    monkeypatch.setattr(building, "CSRC", tmp_path / "csrc")
+    with pytest.raises(MkError, match=r"^nvcc failed: .*kernel\.cu.*no_such_name") as caught:
+        build(GEOMETRIES["nano"], cache=tmp_path / "cache")
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_compiler_that_does_not_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\nexit 3\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(MkError, match=f"{nvcc} does not run"):
+        build(GEOMETRIES["nano"], cache=tmp_path)

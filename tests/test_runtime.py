@@ -1,0 +1,214 @@
+"""The host side of the kernel without a card: what it refuses, what it hands over, what it says of a stalled step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from mk.compose import load_config
+from mk.device import DeviceFacts
+from mk.errors import MkError
+from mk.graph import LAYER_WAVES
+from mk.isa import NONE, Word
+from mk.kv import PageAllocator
+from mk.model.packing import PackedWeights
+from mk.programs import Plan
+from mk.runtime import Runtime, StepAborted
+from mk.schedule.lower import Program
+from mk.splits import SplitPolicy
+from mk.stalls import describe_stall
+from mk.step_params import MAX_ROWS, MAX_WINDOW
+from tests.device_rig import H200, FakeLibrary, fake_build, fake_device, next_logits
+from tests.interpreter_rig import GEOMETRY, weights
+
+__all__ = ["fake_device"]
+
+PLAN = Plan(6, LAYER_WAVES, "row_owner", splits=SplitPolicy(128, 4))
+PAGES = {"full": 40, "sliding": 40}
+KEYS = 256
+
+
+def program(rows: int = 2, plan: Plan = PLAN) -> Program:
+    return plan.lower(GEOMETRY, rows, KEYS)
+
+
+@pytest.fixture
+def runtime(fake_device: FakeLibrary) -> Runtime:
+    made = Runtime(fake_build(GEOMETRY, PLAN.splits), weights(), PAGES, 4, KEYS)
+    fake_device.runtime = made
+    return made
+
+
+def test_a_card_is_compared_with_its_configuration() -> None:
+    gpu = load_config(["gpu=h200"]).gpu
+    H200.require(gpu)
+    for change, message in (
+        ({"name": "NVIDIA H100 80GB HBM3"}, "gpu.name=h200, but the device has NVIDIA H100"),
+        ({"sms": 114}, "gpu.sms=132, but the device has 114 SMs"),
+        ({"shared_bytes": 100 * 1024}, "gpu.smem_per_block_kb=227, but the device has 102400 bytes"),
+    ):
+        with pytest.raises(MkError, match=message):
+            dataclasses.replace(H200, **change).require(gpu)
+    with pytest.raises(MkError, match="gpu=cpu is no CUDA card"):
+        H200.require(load_config().gpu)
+
+
+def test_without_a_card_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(MkError, match="needs a GPU"):
+        DeviceFacts.read()
+
+
+@pytest.mark.parametrize("window", [0, MAX_WINDOW + 1])
+def test_a_window_that_could_overrun_the_ring_is_refused(fake_device: FakeLibrary, window: int) -> None:
+    with pytest.raises(MkError, match=f"window of {window} slots must lie in 1..{MAX_WINDOW}"):
+        Runtime(fake_build(GEOMETRY), weights(), PAGES, 4, KEYS, window_slots=window)
+
+
+def test_what_does_not_belong_together_is_refused(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MkError, match="256 resident blocks"):
+        runtime.load(program(plan=dataclasses.replace(PLAN, n_sm=256, placement="round_robin")))
+    with pytest.raises(MkError, match=f"at most {MAX_ROWS} rows, the program has 9"):
+        runtime.load(program(rows=9))
+    with pytest.raises(MkError, match="cuts attention by"):
+        runtime.load(program(plan=dataclasses.replace(PLAN, splits=SplitPolicy(128, 8))))
+    other = dataclasses.replace(GEOMETRY, rms_eps=0.5)
+    with pytest.raises(MkError, match="another model geometry"):
+        runtime.load(PLAN.lower(other, 2, KEYS))
+    with pytest.raises(MkError, match="built for another model geometry"):
+        Runtime(fake_build(other), weights(), PAGES, 4, KEYS)
+    monkeypatch.setattr(FakeLibrary, "mk_params_bytes", lambda self: 8)
+    with pytest.raises(MkError, match="parameters differ"):
+        Runtime(fake_build(GEOMETRY), weights(), PAGES, 4, KEYS)
+
+
+def test_a_kernel_that_the_device_refuses_is_told_apart(fake_device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeLibrary, "mk_prepare", lambda self: -209)
+    with pytest.raises(MkError, match="refuses the kernel: error 209"):
+        Runtime(fake_build(GEOMETRY), weights(), PAGES, 4, KEYS)
+    monkeypatch.setattr(FakeLibrary, "mk_prepare", lambda self: 0)
+    with pytest.raises(MkError, match="does not fit an SM"):
+        Runtime(fake_build(GEOMETRY), weights(), PAGES, 4, KEYS)
+
+
+def test_sequences_need_a_program_room_and_pages(runtime: Runtime) -> None:
+    with pytest.raises(MkError, match="no program is loaded"):
+        runtime.set_sequences([1, 1])
+    runtime.load(program())
+    pages = PageAllocator(GEOMETRY, PAGES, 2, 4, seed=0)
+    pages.reserve(0, 64)
+    runtime.set_tables(pages.table.table)
+    runtime.set_sequences([64, 0], [5, -1])
+    for keys, tokens, steps, message in (
+        ([64], None, 1, "1 rows for a program of 2"),
+        ([64, 0], [1], 1, "2 rows for a program of 2"),
+        ([-1, 0], None, 1, "row 0: contexts of -1 to -1"),
+        ([64, 257], None, 1, "row 1: contexts of 257 to 257 keys do not fit 1..256"),
+        ([64, 0], None, 194, "row 0: contexts of 64 to 257"),
+        ([64, 0], None, 2, "row 0: a context of 65 keys has no full page"),
+        ([64, 1], None, 1, "row 1: a context of 1 keys has no full page"),
+        ([64, 0], [GEOMETRY.vocab, 0], 1, f"row 0: token {GEOMETRY.vocab} is outside"),
+    ):
+        with pytest.raises(MkError, match=message):
+            runtime.set_sequences(keys, tokens, steps)
+    pages.table["full"][0, 1] = 40
+    with pytest.raises(MkError, match="the full page table names page 40 of 40"):
+        runtime.set_tables(pages.table.table)
+
+
+def test_pages_that_left_the_window_may_be_gone(runtime: Runtime) -> None:
+    runtime.load(program(rows=1))
+    pages = PageAllocator(GEOMETRY, PAGES, 1, 4)
+    keys = GEOMETRY.window_keys + 65
+    pages.reserve(0, keys)
+    assert pages.table["sliding"][0, 0] == NONE
+    runtime.set_tables(pages.table.table)
+    runtime.set_sequences([keys], [0])
+    with pytest.raises(MkError, match="no sliding page"):
+        runtime.set_sequences([keys - 2], [0])
+
+
+def test_steps_advance_on_the_device_and_feed_tokens_back(runtime: Runtime) -> None:
+    runtime.load(program())
+    pages = PageAllocator(GEOMETRY, PAGES, 2, 4, seed=1)
+    pages.reserve(1, 12)
+    runtime.set_tables(pages.table.table)
+    runtime.set_sequences([0, 10], [0, 7], steps=3)
+    token = 7
+    for step in range(3):
+        runtime.launch()
+        expected = next_logits(GEOMETRY, token, 10 + step)
+        assert torch.equal(runtime.logits(1), expected)
+        token = int(expected.argmax())
+    runtime.finish()
+    assert (runtime["keys"].tolist()[:2], runtime.epoch, runtime.status()) == ([0, 13], 3, [0, 0])
+    with pytest.raises(MkError, match="all steps"):
+        runtime.launch()
+    runtime.set_sequences([0, 12])
+    runtime.launch()
+    runtime.launch()
+    assert int(runtime["keys"][1]) == 12  # a single step leaves contexts to the host
+
+
+def test_counters_of_a_late_epoch_start_where_a_long_run_would_stand(runtime: Runtime) -> None:
+    loaded = program()
+    runtime.load(loaded, epoch=2**32 - 3)
+    values = runtime["counters"].numpy()[: len(loaded.counters), 0].view(np.uint32)
+    assert values.tolist() == [counter.per_step * (2**32 - 3) % 2**32 for counter in loaded.counters]
+
+
+def test_a_launch_that_cuda_refuses_is_an_error(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime.load(program())
+    monkeypatch.setattr(FakeLibrary, "mk_launch", lambda self, params, stream: 720)
+    with pytest.raises(MkError, match="launch failed: error 720"):
+        runtime.launch()
+    assert runtime.epoch == 0
+
+
+def stalled(loaded: Program, counter: int) -> tuple[np.ndarray, np.ndarray]:
+    """Counters and records of a step in which one signal of `counter` was lost: later ones have nothing yet."""
+    values = np.array([c.per_step for c in loaded.counters], np.int32) * 7
+    per_step = np.array([c.per_step for c in loaded.counters])
+    values[1:counter] += per_step[1:counter]
+    values[counter] += per_step[counter] - 1
+    records = np.zeros((132, 8), np.int32)
+    waiters = loaded.sm_of[loaded.words[:, Word.WAIT0] == counter]
+    task = loaded.words[loaded.words[:, Word.WAIT0] == counter][0]
+    target = int(task[Word.WAIT0_COUNT] + 7 * task[Word.WAIT0_STEP])
+    records[waiters[0]] = [1, 1, task[Word.OPCODE], task[Word.LAYER], task[Word.TASK], counter, target, target - 1]
+    records[(waiters[0] + 1) % 6] = [1, 0, task[Word.OPCODE], task[Word.LAYER], 3, NONE, 0, 0]
+    return values, records
+
+
+def test_a_stalled_step_names_the_signal_that_is_missing(runtime: Runtime, fake_device: FakeLibrary) -> None:
+    loaded = program()
+    for counter in (1, len(loaded.counters) // 2, len(loaded.counters) - 1):
+        values, records = stalled(loaded, counter)
+        name, count = loaded.counters[counter].name, loaded.counters[counter].per_step
+        message = describe_stall(loaded, values, records, blamed=0)
+        assert message.startswith(f"the step was given up: counter {name} got {count - 1} of {count} signals")
+        assert f"waits for {name}: wants" in message and message.endswith("waits for a barrier")
+
+    def give_up(rt: Runtime, step: int) -> None:
+        values, records = stalled(loaded, 3)
+        rt["counters"][: len(values), 0] = torch.from_numpy(values)
+        rt["stalls"].copy_(torch.from_numpy(records))
+        rt["abort_word"][0] = 1
+
+    runtime.load(loaded)
+    fake_device.fault = give_up
+    runtime.launch()
+    with pytest.raises(StepAborted, match=loaded.counters[3].name):
+        runtime.finish()
+    fake_device.fault = None
+    assert (runtime.epoch, int(runtime["abort_word"]), int(runtime["counters"].sum())) == (0, 0, 0)
+    runtime.launch()
+    runtime.finish()
+
+
+def test_weights_are_not_copied(runtime: Runtime) -> None:
+    packed: PackedWeights = weights()
+    assert runtime.params.slots == packed.slots.data_ptr() and runtime.params.norms == packed.norms.data_ptr()
