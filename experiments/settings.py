@@ -36,3 +36,13 @@ class TrainNano:
     balance: float  # weight of the experts' load-balancing loss
     chat_share: float  # of the training tokens
     probe_tokens: int
+
+
+@dataclass(slots=True)
+class DecodeThroughput:
+    name: str
+    batches: list[int]  # one row of results each
+    context: int  # mean keys of a row over the timed steps
+    steps: int  # timed
+    warmup: int  # steps before them
+    check_tokens: int  # decoded by the checks that go before the timing

@@ -52,6 +52,17 @@ class Row:
     tok_s: float | None = None  # decoded tokens a second, all rows together
     schedule_hash: str | None = None  # of the program that ran last
     distinct_experts: float | None = None  # that a sparse layer touched in a step, mean over layers and steps
+    p50_ms: float | None = None  # of a decode step, by device timestamps; so are p10 and p90
+    p10_ms: float | None = None
+    p90_ms: float | None = None
+    wall_ms: float | None = None  # of the loop, by the host's clock, divided by its steps
+    steps: int | None = None  # timed
+    tokens_per_s: float | None = None  # batch / p50
+    bytes_per_step: float | None = None  # mk/roofline.py, from the distinct experts of this row
+    pct_nominal: float | None = None  # of the card's nominal bandwidth, at p50
+    fixed_us_per_layer: float | None = None  # p50 beyond bytes / measured bandwidth, by layers
+    logits_error: float | None = None  # median relative distance from the float32 reference, replayed expert ids
+    logits_error_bf16: float | None = None  # the same of the reference in bfloat16: the noise floor
     equal_tokens: int | None = None  # before the first difference from the oracle of `checks`, all rows together
 
     def __post_init__(self) -> None:

@@ -1,0 +1,273 @@
+"""Time decode steps of the CUDA kernel, after checking them on the same library, schedule and weights.
+
+Synthetic KV at a mean context, batch after batch, steps queued ahead with tokens fed back on the device. A row counts
+its bytes from the experts that top-k published, and is refused when the checks fail or the figures cannot be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.console import progress
+from experiments.forced_routing import distinct_experts, forced_ids
+from experiments.kernel_checks import STARTS, Outcome, consult, fill, run_checks
+from mk.build import Library, build
+from mk.config import Config
+from mk.device import DeviceFacts
+from mk.errors import MkError
+from mk.kv import KINDS, PageAllocator, blocks_of
+from mk.model.checkpoint import load_checkpoint
+from mk.model.geometry import PRESETS, Geometry
+from mk.model.hub import resolve_folder
+from mk.model.opening import NANO
+from mk.model.packing import PackedWeights, WeightLayout
+from mk.model.random_weights import RandomWeights
+from mk.model.tensors import WeightSource
+from mk.programs import Plan, Programs, bucket_for
+from mk.roofline import step_bytes, uniform_experts
+from mk.rows import Row
+from mk.runs import RunFolder
+from mk.runtime import Runtime
+from mk.schedule.lower import Program
+from mk.step_params import MAX_ROWS
+
+KV_STD = 0.01
+SPARE_PAGES = 8  # that no sequence gets; they hold NaN while steps are timed
+SLOT_KB = 8
+DEVICE = torch.device("cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Of the timed steps of one batch. Milliseconds."""
+
+    p10: float
+    p50: float
+    p90: float
+    mean: float
+    wall: float  # by the host's clock, a step
+    distinct_experts: float  # that a sparse layer touched in a step
+
+
+def main(cfg: Config) -> int:
+    """Exit status 0; whatever is wrong is an MkError."""
+    _check_settings(cfg)
+    DeviceFacts.read().require(cfg.gpu)
+    settings = cfg.experiment
+    source = _open_weights(cfg)
+    geometry, plan = source.geometry, Plan.from_config(cfg)
+    library = build(geometry, plan.splits)
+    print(
+        f"library {library.build_hash}: {library.registers} registers, {library.spill_bytes} bytes spilled", flush=True
+    )
+    bucket = bucket_for(settings.context + settings.steps)
+    programs = {rows: Programs(geometry, rows, plan).get(bucket) for rows in {1, len(STARTS), *settings.batches}}
+    total = settings.warmup + settings.steps
+    routes = {rows: forced_ids(cfg.routing, geometry, rows, total) for rows in settings.batches}
+    runtime = _runtime(cfg, library, source)
+    with RunFolder.create(cfg) as run:
+        outcome = _check(runtime, source, programs, settings.check_tokens)
+        outcome.require()
+        rows = []
+        for batch in settings.batches:
+            timing = measure(runtime, programs[batch], routes[batch], settings.context, settings.steps, settings.warmup)
+            rows.append(_row(cfg, run, library, programs[batch], timing, outcome))
+            run.append_row(rows[-1])
+            print(_line(rows[-1]), flush=True)
+        print(f"\n{_table(cfg, rows)}\nrun folder: {run.path}")
+    return 0
+
+
+def _check(runtime: Runtime, source: WeightSource, programs: dict[int, Program], length: int) -> Outcome:
+    started = time.perf_counter()
+    tokens = torch.randint(source.geometry.vocab, (length,), generator=torch.Generator().manual_seed(1))
+    oracle = consult(source, tokens, DEVICE)
+    consulted = time.perf_counter() - started
+    outcome = run_checks(runtime, programs[len(STARTS)], programs[1], oracle)
+    verdicts = ", ".join(name if passed else f"{name} FAILED" for name, passed in outcome.checks.items())
+    print(f"checks in {time.perf_counter() - started:.1f} s (reference {consulted:.1f}): {verdicts}")
+    for name, (median, most) in (("kernel", outcome.error), ("bfloat16", outcome.error_bf16)):
+        print(f"  logits off float32, {name}: median {median:.2e}, at most {most:.2e}", flush=True)
+    return outcome
+
+
+def _check_settings(cfg: Config) -> None:
+    """Refuses what this experiment cannot measure, before anything is loaded."""
+    s, ring = cfg.experiment, cfg.engine.ring
+    engine, sampling = cfg.engine.name, cfg.sampling
+    cases: list[tuple[bool, str, str | None]] = [
+        (engine in ("auto", "cuda"), f"decode_throughput times the kernel, not engine={engine}", "engine=cuda"),
+        (sampling.temperature == 0, f"sampling={sampling.name}: the kernel samples greedily", "sampling=greedy"),
+        (cfg.routing.name != "oracle", "routing=oracle: the kernel makes ids in top-k only", "routing=uniform"),
+        (bool(s.batches), "experiment.batches is empty", "experiment.batches=[1]"),
+        (all(1 <= b <= MAX_ROWS for b in s.batches), f"experiment.batches={s.batches} must lie in 1..{MAX_ROWS}", None),
+        (s.steps >= 1, f"experiment.steps={s.steps} must be at least 1", None),
+        (s.warmup >= 0, f"experiment.warmup={s.warmup} must be at least 0", None),
+        (
+            1 <= s.check_tokens <= s.context,
+            f"experiment.check_tokens={s.check_tokens} must lie in 1..experiment.context={s.context}",
+            None,
+        ),
+        (
+            s.context > s.warmup + s.steps // 2,
+            f"experiment.context={s.context} leaves no room for {s.warmup} + {s.steps} steps around it",
+            "fewer steps, or a longer context",
+        ),
+        (ring.window_kb % SLOT_KB == 0, f"engine.ring.window_kb={ring.window_kb} is no multiple of {SLOT_KB}", None),
+    ]
+    for holds, message, hint in cases:
+        if not holds:
+            raise MkError(message, hint=hint)
+
+
+def _open_weights(cfg: Config) -> WeightSource:
+    """The configured weights; random ones are made on the device. A tokenizer is not needed, so none is opened."""
+    model, extra = cfg.model, cfg.model.window == "vllm"
+    folder = NANO if model.preset == "nano" else None
+    if model.path is not None:
+        folder = resolve_folder(model.path, model.revision)
+    if cfg.weights.name == "checkpoint":
+        assert folder is not None  # Config refuses the rest
+        return load_checkpoint(folder, window_includes_extra=extra)
+    if folder is None:
+        geometry = dataclasses.replace(PRESETS[model.preset], window_includes_extra=extra)
+    else:
+        geometry = Geometry.from_hf_config(folder, extra)
+    return RandomWeights(geometry, cfg.weights.seed or 0, DEVICE, qk_scale=cfg.weights.qk_scale or 1.0)
+
+
+def _runtime(cfg: Config, library: Library, source: WeightSource) -> Runtime:
+    settings, g = cfg.experiment, source.geometry
+    started = time.perf_counter()
+    with progress("pack weights", len(WeightLayout(g).entries())) as done:
+        weights = PackedWeights.from_state(source.tensor, g, DEVICE, lambda packed, _: done(packed))
+    torch.cuda.synchronize()
+    print(f"packed {weights.layout.nbytes / 1e9:.1f} GB in {time.perf_counter() - started:.1f} s", flush=True)
+    torch.cuda.empty_cache()
+    longest = settings.context + settings.steps
+    blocks = blocks_of(longest)
+    rows = max(*settings.batches, len(STARTS))
+    # the window, what the steps append, and a page that it straddles at either end
+    sliding = min(blocks, blocks_of(g.window_keys + settings.warmup + settings.steps) + 2)
+    pages = {"full": rows * blocks + SPARE_PAGES, "sliding": rows * sliding + SPARE_PAGES}
+    ring = cfg.engine.ring
+    if ring.slots != library.open().mk_ring_slots():
+        raise MkError(f"engine.ring.slots={ring.slots}, the kernel has {library.open().mk_ring_slots()}")
+    return Runtime(library, weights, pages, blocks, longest, ring.window_kb // SLOT_KB)
+
+
+def measure(
+    runtime: Runtime, program: Program, forced: Tensor | None, context: int, steps: int, warmup: int, seed: int = 0
+) -> Timing:
+    """Decode `warmup` + `steps` tokens in every row of the program, the timed ones around `context` keys."""
+    g, rows = runtime.geometry, program.shape.rows
+    first = context - (steps - 1) // 2 - warmup
+    counts = {kind: len(runtime[f"pool_{kind}"]) for kind in KINDS}
+    pages = PageAllocator(g, counts, rows, runtime.max_blocks, seed)
+    for row in range(rows):
+        pages.reserve(row, first)
+        pages.reserve(row, first + warmup + steps - 1)
+    fill(runtime, KV_STD)
+    with torch.cuda.stream(runtime.stream):
+        for kind in KINDS:
+            runtime[f"pool_{kind}"][pages.free_pages[kind]] = float("nan")
+    ids = None if forced is None else forced.to(runtime.device)
+    taken = torch.zeros(warmup + steps, g.layers, MAX_ROWS, max(1, g.top_k), dtype=torch.int32, device=runtime.device)
+    runtime.stream.wait_stream(torch.cuda.current_stream())
+    runtime.load(program)
+    runtime.set_tables(pages.table.table)
+    tokens = torch.randint(g.vocab, (rows,), generator=torch.Generator().manual_seed(seed)).tolist()
+    runtime.set_sequences([first] * rows, tokens, steps=warmup + steps)
+
+    def launch(step: int) -> None:
+        runtime.force_routing(None if ids is None else ids[step])
+        runtime.publish_routing(taken[step])
+        runtime.launch()
+
+    for step in range(warmup):
+        launch(step)
+    runtime.finish()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    started = time.perf_counter()
+    events[0].record(runtime.stream)
+    for step in range(steps):
+        launch(warmup + step)
+        events[step + 1].record(runtime.stream)
+    runtime.finish()
+    wall = (time.perf_counter() - started) * 1e3 / steps
+    if any(runtime.status()):
+        raise MkError(f"batch {rows}: the steps left status {runtime.status()}", hint="a logit was not finite")
+    runtime.force_routing(None)
+    times = np.array([a.elapsed_time(b) for a, b in itertools.pairwise(events)])
+    p10, p50, p90 = (float(np.percentile(times, p)) for p in (10, 50, 90))
+    return Timing(p10, p50, p90, float(times.mean()), wall, distinct_experts(taken[warmup:, :, :rows], g))
+
+
+def _row(cfg: Config, run: RunFolder, library: Library, program: Program, timing: Timing, outcome: Outcome) -> Row:
+    """The batch's row. Raises MkError for figures that cannot be."""
+    g, batch, context, gpu = program.shape.geometry, program.shape.rows, cfg.experiment.context, cfg.gpu
+    total = step_bytes(g, [context] * batch, timing.distinct_experts).total
+    assert gpu.nominal_tb_s is not None  # GpuConfig wants it of every card
+    floor = total / (gpu.nominal_tb_s * 1e9)
+    if timing.p50 < floor:
+        raise MkError(f"batch {batch}: p50 {timing.p50:.4f} ms is under the {floor:.4f} ms that {total:.3e} bytes take")
+    expected = uniform_experts(g, batch)
+    if cfg.routing.name == "uniform" and abs(timing.distinct_experts / expected - 1) > 0.02:
+        raise MkError(
+            f"batch {batch}: {timing.distinct_experts:.2f} distinct experts, uniform routing has {expected:.2f}"
+        )
+    fixed = None
+    if gpu.measured_tb_s is not None:
+        fixed = (timing.p50 - total / (gpu.measured_tb_s * 1e9)) * 1e3 / g.layers
+    return run.row(
+        engine="cuda",
+        dtype="bfloat16",
+        batch=batch,
+        context=[context] * batch,
+        checks={"schedule_verified": True, **outcome.checks},
+        build_hash=library.build_hash,
+        schedule_hash=program.schedule_hash,
+        p50_ms=timing.p50,
+        p10_ms=timing.p10,
+        p90_ms=timing.p90,
+        wall_ms=timing.wall,
+        steps=cfg.experiment.steps,
+        tokens_per_s=batch / timing.p50 * 1e3,
+        distinct_experts=timing.distinct_experts,
+        bytes_per_step=total,
+        pct_nominal=100 * floor / timing.p50,
+        fixed_us_per_layer=fixed,
+        logits_error=outcome.error[0],
+        logits_error_bf16=outcome.error_bf16[0],
+    )
+
+
+COLUMNS = ("batch", "p50 ms", "p10", "p90", "loop", "tok/s", "experts", "GB/step", "% nominal", "us/layer")
+
+
+def _line(row: Row) -> str:
+    fixed = "-" if row.fixed_us_per_layer is None else f"{row.fixed_us_per_layer:.2f}"
+    cells = (
+        f"{row.batch}",
+        *(f"{ms:.4f}" for ms in (row.p50_ms, row.p10_ms, row.p90_ms, row.wall_ms)),
+        f"{row.tokens_per_s:.1f}",
+        f"{row.distinct_experts:.2f}",
+        f"{(row.bytes_per_step or 0) / 1e9:.3f}",
+        f"{row.pct_nominal:.1f}",
+        fixed,
+    )
+    return "  ".join(cell.rjust(max(8, len(name))) for cell, name in zip(cells, COLUMNS, strict=True))
+
+
+def _table(cfg: Config, rows: list[Row]) -> str:
+    title = f"{cfg.model.name}, weights {cfg.weights.name}, {cfg.gpu.name}, context {cfg.experiment.context}, "
+    title += f"routing {cfg.routing.name}, {cfg.schedule.name}, {cfg.wave_order.name}, {cfg.placement.name}"
+    head = "  ".join(name.rjust(max(8, len(name))) for name in COLUMNS)
+    return "\n".join([title, head, *map(_line, rows)])

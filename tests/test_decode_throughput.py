@@ -1,0 +1,191 @@
+"""The decode benchmark's arithmetic, its routing tables and its refusals; the run itself on a stand-in for the card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from experiments import decode_throughput as experiment
+from experiments.forced_routing import distinct_experts, forced_ids
+from experiments.kernel_checks import Oracle, Outcome, consult, relative_error, same_bits
+from mk.compose import load_config
+from mk.config import RoutingConfig
+from mk.errors import MkError
+from mk.model.geometry import PRESETS, Geometry
+from mk.model.opening import NANO
+from mk.model.reference import reference_forward
+from mk.roofline import step_bytes, uniform_experts
+from mk.routing import make_router
+from mk.rows import read_rows
+from tests.device_rig import FakeLibrary, fake_build, fake_device, next_ids, next_logits
+from tests.interpreter_rig import GEOMETRY, random_tokens, source
+
+__all__ = ["fake_device"]
+
+FULL = PRESETS["north_mini_code"]
+UNIFORM = RoutingConfig("uniform", seed=3)
+
+
+def test_bytes_of_the_full_model_at_8k() -> None:
+    """7.13 GB at batch 1: attention 1.850, router 0.025, dense 0.038, head 1.074, 8 experts a layer 3.624, KV 0.520."""
+    one = step_bytes(FULL, [8192], 8)
+    assert one.attention == 49 * (5120 * 2048 + 2048 * 4096) * 2
+    assert one.head == 262_144 * 2048 * 2
+    assert one.experts == 48 * 8 * 3 * 2048 * 768 * 2
+    assert one.kv == (13 * 8192 + 36 * 4096) * 4 * 128 * 2 * 2
+    assert round(one.total / 1e9, 2) == 7.13
+    floors = [step_bytes(FULL, [8192] * b, uniform_experts(FULL, b)).total / 4.8e9 for b in (1, 2, 4, 8)]
+    assert [round(ms, 3) for ms in floors] == [1.485, 2.302, 3.804, 6.36]
+
+
+def test_uniform_tables_are_the_router_of_that_mode_and_touch_what_chance_says() -> None:
+    tables = {rows: forced_ids(UNIFORM, FULL, rows, 12) for rows in (1, 2, 8)}
+    router, logits = make_router(UNIFORM, FULL, 8), np.zeros((8, FULL.experts), np.float32)
+    assert router is not None
+    for step, layer in ((0, 1), (11, 48), (5, 20)):
+        assert (tables[8][step, layer].numpy() == router(layer, step, logits)).all()
+    assert torch.equal(tables[2][:, :, :2], tables[8][:, :, :2])
+    assert not torch.equal(tables[8][0, 1], tables[8][1, 1]) and not torch.equal(tables[8][0, 1], tables[8][0, 2])
+    for rows, table in tables.items():
+        assert distinct_experts(table[:, :, :rows], FULL) == pytest.approx(uniform_experts(FULL, rows), rel=0.02)
+    assert forced_ids(RoutingConfig("checkpoint"), FULL, 1, 4) is None
+
+
+def test_other_modes_touch_exactly_what_they_promise() -> None:
+    correlated = forced_ids(RoutingConfig("correlated", seed=0, distinct=20), FULL, 4, 3)
+    assert correlated is not None and distinct_experts(correlated[:, :, :4], FULL) == 20
+    with pytest.raises(MkError, match="distinct=3"):
+        forced_ids(RoutingConfig("correlated", seed=0, distinct=3), FULL, 4, 3)
+
+
+def test_the_oracle_is_the_reference_and_bfloat16_is_near() -> None:
+    tokens = torch.from_numpy(np.array(random_tokens(12, seed=0)))
+    oracle = consult(source(), tokens, torch.device("cpu"))
+    trace: list = []
+    exact = reference_forward(GEOMETRY, source().tensor, tokens, trace=trace)
+    assert same_bits(oracle.logits, exact)
+    for layer in GEOMETRY.sparse_layers:
+        assert torch.equal(oracle.ids[:, layer], trace[layer].expert_ids.int())
+    median, most = relative_error(oracle.logits_bf16, exact)
+    assert 1e-3 < median < 3e-2 and median <= most < 0.1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["engine=interpreter"], "not engine=interpreter"),
+        (["sampling=top_p"], "sampling=top_p"),
+        (["routing=oracle"], "routing=oracle"),
+        (["experiment.batches=[]"], "experiment.batches is empty"),
+        (["experiment.batches=[1,9]"], "must lie in 1..8"),
+        (["experiment.steps=0"], "experiment.steps=0"),
+        (["experiment.warmup=-1"], "experiment.warmup=-1"),
+        (["experiment.context=130", "experiment.check_tokens=8"], "leaves no room"),
+        (["experiment.check_tokens=9000"], "experiment.check_tokens=9000"),
+        (["engine.ring.window_kb=41"], "window_kb=41"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused_before_anything_is_loaded(overrides: list[str], message: str) -> None:
+    with pytest.raises(MkError) as caught:
+        experiment.main(load_config(["experiment=decode_throughput", *overrides]))
+    assert message in str(caught.value)
+
+
+def test_without_a_card_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(MkError, match="needs a GPU"):
+        experiment.main(load_config(["experiment=decode_throughput"]))
+
+
+# ---- the whole run, on nano and a stand-in whose step takes a millisecond by the events' clock
+
+
+NANO_GEOMETRY = Geometry.from_hf_config(NANO)
+RUN = [
+    "experiment=decode_throughput",
+    "model=nano",
+    "weights=checkpoint",
+    "experiment.batches=[1,2]",
+    "experiment.context=300",
+    "experiment.steps=40",
+    "experiment.warmup=3",
+    "experiment.check_tokens=20",
+]
+
+
+@pytest.fixture
+def stand_in(fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    def runtime(*args: object, **more: object) -> object:
+        fake_device.runtime = made(*args, **more)
+        return fake_device.runtime
+
+    def oracle(weights: object, tokens: torch.Tensor, device: object) -> Oracle:
+        places = list(enumerate(tokens.tolist(), start=1))
+        logits = torch.stack([next_logits(NANO_GEOMETRY, token, keys) for keys, token in places])
+        ids = torch.zeros(len(places), NANO_GEOMETRY.layers, NANO_GEOMETRY.top_k, dtype=torch.int32)
+        for layer in NANO_GEOMETRY.sparse_layers:
+            ids[:, layer] = torch.stack([next_ids(NANO_GEOMETRY, token, keys, layer) for keys, token in places])
+        return Oracle(tokens, logits, logits * 1.01, ids, ids[:, 1])
+
+    made = experiment.Runtime
+    monkeypatch.setattr(experiment, "Runtime", runtime)
+    monkeypatch.setattr(experiment, "build", fake_build)
+    monkeypatch.setattr(experiment, "consult", oracle)
+    monkeypatch.setattr(experiment, "DEVICE", torch.device("cpu"))
+    return fake_device
+
+
+def rows_of(folder: Path) -> list:
+    return [row for path in folder.glob("*/rows.jsonl") for row in read_rows(path)]
+
+
+def test_a_run_writes_a_row_a_batch_and_ends_with_a_table(
+    stand_in: FakeLibrary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert experiment.main(load_config([*RUN, f"run_dir={tmp_path}"])) == 0
+    first, second = rows_of(tmp_path)
+    assert (first.batch, second.batch, first.engine, first.steps) == (1, 2, "cuda", 40)
+    assert (first.p10_ms, first.p50_ms, first.p90_ms, first.tokens_per_s) == (1.0, 1.0, 1.0, 1000.0)
+    assert first.distinct_experts == NANO_GEOMETRY.top_k
+    assert first.bytes_per_step == step_bytes(NANO_GEOMETRY, [300], NANO_GEOMETRY.top_k).total
+    assert first.build_hash == "0123456789abcdef" and first.schedule_hash != second.schedule_hash
+    assert all(first.checks.values()) and len(first.checks) == 8
+    table = capsys.readouterr().out.split("\n\n")[-1]
+    assert "routing uniform" in table and "p50 ms" in table and table.count("1.0000") >= 6
+
+
+@pytest.mark.parametrize(
+    ("breaks", "check"),
+    [
+        (lambda rt, step: rt["logits"][0].mul_(1.1), "logits_within_noise"),
+        (lambda rt, step: rt["logits"][2].mul_(1 + 2**-20), "bits_rows"),
+        (lambda rt, step: rt["logits"].add_(2**-16 * (step > 60)), "bits_repeat"),
+        (lambda rt, step: rt["logits"].mul_(1 + 2**-20 * (rt.params.rows == 1)), "bits_alone"),
+        (lambda rt, step: rt["logits"].add_(torch.nan_to_num(rt["x"][0, 1, 0], nan=2**-16)), "bits_poisoned"),
+        (lambda rt, step: rt["route_ids"].add_(1) if not rt.params.forced_ids else None, "router_within_noise"),
+    ],
+)
+def test_a_kernel_that_fails_a_check_gets_no_row(stand_in: FakeLibrary, tmp_path: Path, breaks, check: str) -> None:
+    stand_in.fault = breaks
+    with pytest.raises(MkError, match=f"the kernel failed .*{check}"):
+        experiment.main(load_config([*RUN, f"run_dir={tmp_path}"]))
+    assert not rows_of(tmp_path)
+
+
+def test_figures_that_cannot_be_get_no_row(
+    stand_in: FakeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed = Outcome({}, (0.0, 0.0), (0.0, 0.0))
+    monkeypatch.setattr(experiment, "run_checks", lambda *args: passed)
+    slow = [*RUN, f"run_dir={tmp_path}", "gpu.nominal_tb_s=0.0001"]
+    with pytest.raises(MkError, match="batch 1: p50 1.0000 ms is under"):
+        experiment.main(load_config(slow))
+    stand_in.fault = lambda rt, step: rt["route_ids"][:, 1].copy_(rt["route_ids"][:, 0])
+    with pytest.raises(MkError, match=r"batch 2: 4\.00 distinct experts, uniform routing has 7\.33"):
+        experiment.main(load_config([*RUN, f"run_dir={tmp_path}"]))
+    stand_in.fault = lambda rt, step: rt["status"][0].fill_(1)
+    with pytest.raises(MkError, match=r"left status \[1\]"):
+        experiment.main(load_config([*RUN, f"run_dir={tmp_path}"]))
