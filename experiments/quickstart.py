@@ -16,7 +16,7 @@ from experiments.prompts import sample_prompts, text_prompts
 from experiments.quickstart_report import Decoded, Report, indent
 from mk.config import Config
 from mk.decode import Decoder, Request
-from mk.engines import engine_name, make_engine
+from mk.engines import make_engine, require_engine
 from mk.errors import MkError
 from mk.model.opening import Model, open_model
 from mk.model.packing import WeightLayout
@@ -31,7 +31,7 @@ def main(cfg: Config) -> int:
     settings = cfg.experiment
     if settings.new_tokens < 1:
         raise MkError(f"experiment.new_tokens={settings.new_tokens} must be at least 1")
-    engine_name(cfg.engine.name)  # an engine that is not here is refused before anything is loaded,
+    require_engine(cfg.engine.name)  # an engine that is not here is refused before anything is loaded,
     with tempfile.TemporaryDirectory(prefix="mk-") as scratch:
         model = open_model(cfg.model, cfg.weights, Path(scratch))
         prompts = _first_batch(cfg, model)

@@ -62,6 +62,8 @@ class Report:
 
     def __init__(self, cfg: Config, run: RunFolder, model: Model) -> None:
         self.cfg, self.run, self.model = cfg, run, model
+        self.engine = engine_name(cfg.engine, model.geometry)
+        self.dtype = "bfloat16" if self.engine == "cuda" or cfg.engine.numerics == "kernel" else "float32"
         self.agree = True  # no token has differed yet
         self._oracle: GreedyOracle | None = None
 
@@ -72,9 +74,9 @@ class Report:
         size = f"{parameter_count(g) / 1e6:,.1f} M parameters"
         print(f"model: {_model_name(cfg)}, {g.layers} layers{experts}{window}, {size}")
         print(f"weights: {self.model.weights_label}")
-        engine = engine_name(cfg.engine.name)
-        plan = f", {cfg.gpu.sms} SMs, {cfg.schedule.name}, {cfg.wave_order.name}, {cfg.placement.name}"
-        print(f"engine: {engine}, {cfg.engine.numerics}{plan if engine != 'reference' else ''}", flush=True)
+        sms = f", {cfg.gpu.sms} SMs" if self.engine == "interpreter" or cfg.gpu.kind == "cuda" else ""
+        plan = f"{sms}, {cfg.schedule.name}, {cfg.wave_order.name}, {cfg.placement.name}"
+        print(f"engine: {self.engine}, {self.dtype}{plan if self.engine != 'reference' else ''}", flush=True)
 
     def add(self, decoded: Decoded, suffix: str = "") -> None:
         """One decoded batch; `suffix` tells its files from another batch's."""
@@ -101,8 +103,9 @@ class Report:
             return f"sampling={cfg.sampling.name} draws tokens, there is no one right answer"
         if cfg.routing.name != "checkpoint":
             return f"routing={cfg.routing.name} replaces the model's own choice of experts"
-        if cfg.engine.numerics != "float32":
-            return f"engine.numerics={cfg.engine.numerics} rounds where float32 does not"
+        if self.dtype != "float32":
+            what = "engine=cuda" if self.engine == "cuda" else f"engine.numerics={cfg.engine.numerics}"
+            return f"{what} rounds where float32 does not"
         return None
 
     def _compare(self, oracle: GreedyOracle, decoded: Decoded) -> list[Divergence]:
@@ -161,7 +164,7 @@ class Report:
             checks["schedule_verified"] = True  # one that is refused is never loaded
         row = self.run.row(
             engine=decoded.engine.name,
-            dtype="bfloat16" if self.cfg.engine.numerics == "kernel" else "float32",
+            dtype=self.dtype,
             context=[0 if request is None else len(request.prompt) for request in decoded.requests],
             checks=checks,
             batch=len(decoded.requests),

@@ -137,16 +137,37 @@ def build(
     cache: the folder of all builds, by default $MK_BUILD_DIR or build/. Builds at the same time do not disturb each
     other. Raises MkError without a compiler, or with the compiler's first error.
     """
+    recipe = _recipe(geometry, splits, cache, defines)
+    if not (recipe.folder / "libmk.so").is_file():
+        _compile(recipe)
+    registers, spills = _resources((recipe.folder / "ptxas.log").read_text())
+    return Library(recipe.folder / "libmk.so", recipe.folder.name, geometry, splits, registers, spills)
+
+
+def is_built(geometry: Geometry, splits: SplitPolicy, cache: Path | None = None) -> bool:
+    """Whether `build` would find this library; never compiles. False where there is no compiler to key it by."""
+    try:
+        return (_recipe(geometry, splits, cache).folder / "libmk.so").is_file()
+    except MkError:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """What a library is made of, and the folder, named by the hash of all of it, where it stands when made."""
+
+    nvcc: Path
+    headers: Mapping[str, str]
+    flags: Sequence[str]
+    folder: Path
+
+
+def _recipe(geometry: Geometry, splits: SplitPolicy, cache: Path | None, defines: tuple[str, ...] = ()) -> _Recipe:
     nvcc = find_nvcc()
     headers = {"isa.h": c_header(), "geometry.h": geometry_header(geometry, splits)}
     flags = (*FLAGS, *(f"-D{define}" for define in defines))
-    build_hash = _hash(_version(nvcc), headers, flags)
-    folder = (cache or Path(os.environ.get("MK_BUILD_DIR", CSRC.parent.parent / "build"))) / build_hash
-    library, log = folder / "libmk.so", folder / "ptxas.log"
-    if not library.is_file():
-        _compile(nvcc, headers, flags, folder)
-    registers, spills = _resources(log.read_text())
-    return Library(library, build_hash, geometry, splits, registers, spills)
+    builds = cache or Path(os.environ.get("MK_BUILD_DIR", CSRC.parent.parent / "build"))
+    return _Recipe(nvcc, headers, flags, builds / _hash(_version(nvcc), headers, flags))
 
 
 def _version(nvcc: Path) -> str:
@@ -168,8 +189,9 @@ def _hash(compiler: str, headers: Mapping[str, str], flags: Sequence[str]) -> st
     return digest.hexdigest()[:16]
 
 
-def _compile(nvcc: Path, headers: Mapping[str, str], flags: Sequence[str], folder: Path) -> None:
+def _compile(recipe: _Recipe) -> None:
     """Into a folder of its own, renamed when complete: nobody sees half a library, and two builders may race."""
+    nvcc, headers, flags, folder = recipe.nvcc, recipe.headers, recipe.flags, recipe.folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="partial-", dir=folder.parent) as scratch:
         partial = Path(scratch) / folder.name

@@ -1,11 +1,13 @@
 """Engines: what computes a decode step. Each holds the KV of a fixed number of batch slots.
 
-`interpreter` executes lowered descriptors on virtual SMs, `reference` is the plain PyTorch forward. A batch decoder
+`interpreter` executes lowered descriptors on virtual SMs, `cuda` runs them in the kernel (`mk/cuda_engine.py`),
+`reference` is the plain PyTorch forward. A batch decoder
 (`mk/decode.py`) drives either of them without knowing which.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -13,11 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mk.config import Config
+from mk.build import build, is_built
+from mk.config import Config, EngineConfig
+from mk.cuda_engine import CudaEngine, require_card
+from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.interpreter import Machine, StepInputs, StepOutputs
 from mk.kv import KVCache, blocks_of
-from mk.model.geometry import Geometry
+from mk.model.geometry import SLOT_BYTES, Geometry
 from mk.model.opening import Model
 from mk.model.packing import PackedWeights
 from mk.model.reference import LayerOutput, ReferenceCache, reference_forward
@@ -26,6 +31,7 @@ from mk.programs import Plan, Programs, bucket_for
 from mk.routing import Router, make_router
 from mk.sampling import SamplingParams, sample_row
 from mk.schedule.lower import Program
+from mk.splits import SplitPolicy
 from mk.threads import threads_for
 from prefill.torch_prefill import TorchPrefill
 
@@ -187,12 +193,21 @@ class ReferenceEngine:
         return last
 
 
-def engine_name(asked: str) -> str:
-    """The engine that `engine=asked` stands for here. Raises MkError for one that cannot run, saying what can."""
+def require_engine(asked: str) -> None:
+    """Raises MkError for an engine that cannot run here, saying what can."""
     if asked == "cuda":
-        why = "this build has no CUDA engine" if torch.cuda.is_available() else "there is no CUDA device here"
-        raise MkError(f"engine=cuda: {why}", hint="engine=interpreter executes the same descriptors on the CPU")
-    return "interpreter" if asked == "auto" else asked
+        require_card()
+
+
+def engine_name(config: EngineConfig, geometry: Geometry) -> str:
+    """The engine that `engine.name` stands for: `auto` takes the kernel where a card and a built library are."""
+    if config.name != "auto":
+        return config.name
+    try:
+        splits = SplitPolicy(config.attention.split_keys, config.attention.max_splits)
+    except MkError:
+        return "interpreter"  # which says what is wrong with it
+    return "cuda" if torch.cuda.is_available() and is_built(geometry, splits) else "interpreter"
 
 
 def make_engine(
@@ -206,12 +221,15 @@ def make_engine(
 
     `progress` is told (matrices packed, in all) where weights have to be packed first.
     """
-    name = engine_name(config.engine.name)
+    require_engine(config.engine.name)
+    name = engine_name(config.engine, model.geometry)
     if context > model.geometry.max_positions:
         raise MkError(
             f"a context of {context} tokens exceeds the model's max_positions={model.geometry.max_positions}",
             hint="shorten the prompt, or decode fewer tokens",
         )
+    if name == "cuda":
+        return _cuda_engine(config, model, rows, context, progress)
     router = make_router(config.routing, model.geometry, rows)
     if name == "reference":
         if config.engine.numerics != "float32":
@@ -230,3 +248,21 @@ def make_engine(
         config.gpu.interleaving_seed or 0,
         router,
     )
+
+
+def _cuda_engine(
+    config: Config, model: Model, rows: int, context: int, progress: Callable[[int, int], None] | None
+) -> CudaEngine:
+    if config.routing.name != "checkpoint":
+        raise MkError(
+            f"engine=cuda decodes with the router's own choice, not routing={config.routing.name}",
+            hint="engine=interpreter, or experiment=decode_throughput",
+        )
+    facts, plan = DeviceFacts.read(), Plan.from_config(config)
+    if config.gpu.kind == "cuda":
+        facts.require(config.gpu)
+    else:
+        plan = dataclasses.replace(plan, n_sm=facts.sms)  # virtual SMs are for the interpreter
+    library = build(model.geometry, plan.splits)
+    window = config.engine.ring.window_kb * 1024 // SLOT_BYTES
+    return CudaEngine(model.packed(progress), library, plan, rows, context, config.prefill.chunk, window_slots=window)

@@ -12,7 +12,7 @@ import pytest
 from mk.compose import load_config
 from mk.config import RoutingConfig
 from mk.decode import Decoder, Request
-from mk.engines import MachineEngine, ReferenceEngine, engine_name, make_engine
+from mk.engines import MachineEngine, ReferenceEngine, engine_name, make_engine, require_engine
 from mk.errors import MkError
 from mk.interpreter import StepOutputs
 from mk.kv import ABSENT
@@ -238,9 +238,10 @@ def test_programs_are_lowered_once_and_refused_early() -> None:
 
 def test_engines_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert engine_name("auto") == "interpreter" and engine_name("reference") == "reference"
+    names = {asked: engine_name(load_config([f"engine={asked}"]).engine, GEOMETRY) for asked in ("auto", "reference")}
+    assert names == {"auto": "interpreter", "reference": "reference"}
     with pytest.raises(MkError, match="engine=cuda: there is no CUDA device here") as caught:
-        engine_name("cuda")
+        require_engine("cuda")
     assert caught.value.hint and "engine=interpreter" in caught.value.hint
 
     source().write_folder(tmp_path)

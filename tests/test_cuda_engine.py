@@ -1,0 +1,117 @@
+"""The CUDA engine over a stand-in for the card: what it hands the kernel, and what it makes of the answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import mk.engines
+from mk.compose import load_config
+from mk.cuda_engine import CudaEngine
+from mk.errors import MkError
+from mk.graph import LAYER_WAVES
+from mk.kv import KINDS, kv_layers
+from mk.model.opening import open_model
+from mk.programs import Plan
+from mk.runtime import pack_keys, pack_values
+from mk.sampling import SamplingParams, sample_row
+from mk.splits import SplitPolicy
+from tests.device_rig import H200, FakeLibrary, fake_build, fake_device, next_logits
+from tests.interpreter_rig import GEOMETRY, source, weights
+
+__all__ = ["fake_device"]
+
+PLAN = Plan(6, LAYER_WAVES, "row_owner", splits=SplitPolicy(128, 4))
+PROMPT = [int(token) for token in np.random.default_rng(5).integers(0, GEOMETRY.vocab, 150)]
+GREEDY = SamplingParams()
+
+
+@pytest.fixture
+def engine(fake_device: FakeLibrary) -> CudaEngine:
+    made = CudaEngine(weights(), fake_build(GEOMETRY, PLAN.splits), PLAN, rows=2, context=400, chunk=64, device="cpu")
+    fake_device.runtime = made.runtime
+    return made
+
+
+def test_a_prompt_lies_in_the_pools_as_the_kernel_streams_it(engine: CudaEngine) -> None:
+    engine.prefill(1, PROMPT)
+    seen = 0
+    for kind in KINDS:
+        device, host = engine.runtime[f"pool_{kind}"], engine.kv.pools[kind]
+        for page in engine.pages.table[kind][1]:
+            for index in range(len(kv_layers(GEOMETRY, kind)) if page >= 0 else 0):
+                k, v = (torch.from_numpy(host[page, index, :, which]).bfloat16() for which in (0, 1))
+                packed = torch.stack([pack_keys(k), pack_values(v)], dim=1)
+                assert torch.equal(device[page, index].nan_to_num(7.0), packed.nan_to_num(7.0))
+                seen += 1
+    # 150 tokens: three pages of every full layer, at least one of every sliding one
+    assert seen >= 3 * len(GEOMETRY.full_layers) + len(GEOMETRY.sliding_layers)
+
+
+def test_rows_decode_each_their_own_and_tokens_are_fed_back(engine: CudaEngine) -> None:
+    engine.prefill(1, PROMPT)
+    token, keys = 17, len(PROMPT) + 1
+    for step in range(3):
+        out = engine.step([0, token] if step == 0 else None, [0, keys + step], [GREEDY, GREEDY])
+        expected = next_logits(GEOMETRY, token, keys + step).numpy()
+        assert np.array_equal(out.logits[1], expected) and np.isnan(out.logits[0]).all()
+        token = int(expected.argmax())
+        assert out.tokens.tolist() == [-1, token] and out.status.tolist() == [0, 0]
+        assert all((ids[0] == -1).all() and (ids[1] >= 0).all() for ids in out.expert_ids.values())
+    assert set(out.expert_ids) == set(GEOMETRY.sparse_layers)
+
+
+def test_other_sampling_is_the_twins(engine: CudaEngine) -> None:
+    engine.prefill(0, PROMPT[:5])
+    warm = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
+    drawn = [engine.step([9, 0], [6, 0], [params, GREEDY]).tokens[0] for params in (warm, GREEDY)]
+    logits = next_logits(GEOMETRY, 9, 6).numpy()
+    assert drawn == [sample_row(logits, warm, 6), int(logits.argmax())]
+
+
+def test_a_row_whose_logits_are_not_finite_has_no_token(engine: CudaEngine, fake_device: FakeLibrary) -> None:
+    fake_device.fault = lambda rt, step: rt["status"][0].fill_(1)
+    engine.prefill(0, PROMPT[:5])
+    out = engine.step([9, 0], [6, 0], [GREEDY, GREEDY])
+    assert out.tokens.tolist() == [-1, -1] and out.status.tolist() == [1, 0]
+
+
+def test_a_longer_context_changes_the_program(engine: CudaEngine) -> None:
+    engine.prefill(0, PROMPT[:5])
+    engine.step([1, 0], [6, 0], [GREEDY, GREEDY])
+    small = engine.program
+    engine.prefill(1, PROMPT * 2)
+    engine.step([1, 2], [7, 301], [GREEDY, GREEDY])
+    assert small is not None and engine.program is not None
+    assert (small.shape.bucket, engine.program.shape.bucket) == (256, 512)
+
+
+def test_auto_takes_the_kernel_only_where_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(["engine=auto"]).engine
+    for card in (False, True):
+        for built in (False, True):
+            monkeypatch.setattr("torch.cuda.is_available", lambda card=card: card)
+            monkeypatch.setattr(mk.engines, "is_built", lambda geometry, splits, built=built: built)
+            assert mk.engines.engine_name(config, GEOMETRY) == ("cuda" if card and built else "interpreter")
+
+
+def test_the_engine_follows_the_card(fake_device: FakeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default gpu group describes virtual SMs: the card's own count is taken. A named card has to be this one."""
+    asked: list[Plan] = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(mk.engines, "build", fake_build)
+    monkeypatch.setattr(mk.engines, "CudaEngine", lambda weights, library, plan, *args, **kwargs: asked.append(plan))
+    source().write_folder(tmp_path)
+    axes = ["engine=cuda", f"model.path={tmp_path}", "weights=random"]
+    for gpu in ("cpu", "h200"):
+        config = load_config([*axes, f"gpu={gpu}"])
+        model = open_model(config.model, config.weights, tmp_path)
+        mk.engines.make_engine(config, model, 1, 100)
+    assert [plan.n_sm for plan in asked] == [H200.sms, H200.sms]
+    with pytest.raises(MkError, match="gpu.name=h100, but the device has NVIDIA H200"):
+        mk.engines.make_engine(load_config([*axes, "gpu=h100"]), model, 1, 100)
+    with pytest.raises(MkError, match="not routing=uniform"):
+        mk.engines.make_engine(load_config([*axes, "routing=uniform"]), model, 1, 100)
