@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +25,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def one_gpu_test_at_a_time(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Workers share the card: beside another's resident kernel a step would run into its time limit."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    with (Path(tempfile.gettempdir()) / f"mini-mk-gpu-{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture
