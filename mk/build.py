@@ -21,8 +21,7 @@ from pathlib import Path
 import mk.graph  # noqa: F401  (registers the instruction set that the header lists)
 from mk.errors import MkError
 from mk.isa import c_header
-from mk.model.geometry import SLOT_K, Geometry
-from mk.model.packing import WeightLayout
+from mk.model.geometry import SLOT_K, Geometry, tile_rules
 from mk.splits import SplitPolicy
 
 CSRC = Path(__file__).parent / "csrc"
@@ -57,33 +56,33 @@ class Library:
 
 def geometry_header(g: Geometry, splits: SplitPolicy) -> str:
     """The constants of one model as a C++ header."""
-    layout = WeightLayout(g)
-    first_sparse = g.sparse_layers[0] if g.sparse_layers else None
-    q_slots = -(-g.q_width // SLOT_K)
-    hidden_slots = -(-g.hidden // SLOT_K)
-    head = layout.entry("head")
-    up = layout.entry("up", first_sparse) if first_sparse is not None else None
+    matrices = tile_rules(g).matrices
+
+    def slots(name: str) -> int:
+        """k slots of a matrix; 1 stands for one that the model has not, whose code never runs."""
+        return matrices[name].k_slots if name in matrices else 1
+
     constants: dict[str, int | float | str] = {
         "LAYERS": g.layers,
         "HIDDEN": g.hidden,
-        "HIDDEN_SLOTS": hidden_slots,
-        "HIDDEN_PAD": hidden_slots * SLOT_K,
-        "HIDDEN_STRIPS": g.hidden // 16,
+        "HIDDEN_SLOTS": slots("qkv"),
+        "HIDDEN_PAD": slots("qkv") * SLOT_K,
+        "HIDDEN_STRIPS": matrices["o"].strips,
         "Q_HEADS": g.q_heads,
         "KV_HEADS": g.kv_heads,
         "GROUP": g.group,
         "Q_WIDTH": g.q_width,
         "KV_WIDTH": g.kv_width,
         "QKV_ROWS": g.qkv_rows,
-        "Q_SLOTS": q_slots,
-        "Q_PAD": q_slots * SLOT_K,
+        "Q_SLOTS": slots("o"),
+        "Q_PAD": slots("o") * SLOT_K,
         "EXPERTS": g.experts if g.sparse_layers else 4,
         "TOP_K": g.top_k if g.sparse_layers else 1,
-        "UP_STRIPS": up.strips if up else 1,
-        "FFN_SLOTS": -(-g.expert_ffn // SLOT_K) if g.sparse_layers else 1,
-        "DENSE_SLOTS": -(-g.dense_ffn // SLOT_K) if g.dense_layers else 1,
+        "UP_STRIPS": matrices["up"].strips if "up" in matrices else 1,
+        "FFN_SLOTS": slots("down"),
+        "DENSE_SLOTS": slots("dense_down"),
         "VOCAB": g.vocab,
-        "VOCAB_PAD": head.strips * 16,
+        "VOCAB_PAD": matrices["head"].padded_rows,
         "FULL_LAYERS": len(g.full_layers),
         "SLIDING_LAYERS": len(g.sliding_layers),
         "WINDOW_KEYS": g.window_keys,
