@@ -143,10 +143,10 @@ def build(
     return Library(recipe.folder / "libmk.so", recipe.folder.name, geometry, splits, registers, spills)
 
 
-def is_built(geometry: Geometry, splits: SplitPolicy, cache: Path | None = None) -> bool:
-    """Whether `build` would find this library; never compiles. False where there is no compiler to key it by."""
+def is_built(geometry: Geometry, split_keys: int, max_splits: int, cache: Path | None = None) -> bool:
+    """Whether `build` would find this library; never compiles. False where it could not be built at all."""
     try:
-        return (_recipe(geometry, splits, cache).folder / "libmk.so").is_file()
+        return (_recipe(geometry, SplitPolicy(split_keys, max_splits), cache).folder / "libmk.so").is_file()
     except MkError:
         return False
 

@@ -9,7 +9,6 @@ import numpy.typing as npt
 import torch
 
 from mk.build import Library
-from mk.errors import MkError
 from mk.interpreter import StepOutputs
 from mk.kv import KINDS, KVCache, blocks_of, kv_layers
 from mk.model.packing import PackedWeights
@@ -108,11 +107,3 @@ class CudaEngine:
         routed = {layer: np.where(active[:, None], ids[layer], -1) for layer in g.sparse_layers}
         return StepOutputs(drawn, status, logits, routed)
 
-
-def require_card() -> None:
-    """Raises MkError where the kernel cannot run."""
-    if not torch.cuda.is_available():
-        raise MkError(
-            "engine=cuda: there is no CUDA device here",
-            hint="engine=interpreter executes the same descriptors on the CPU",
-        )

@@ -1,8 +1,7 @@
 """Engines: what computes a decode step. Each holds the KV of a fixed number of batch slots.
 
 `interpreter` executes lowered descriptors on virtual SMs, `cuda` runs them in the kernel (`mk/cuda_engine.py`),
-`reference` is the plain PyTorch forward. A batch decoder
-(`mk/decode.py`) drives either of them without knowing which.
+`reference` is the plain PyTorch forward. A batch decoder (`mk/decode.py`) drives any of them without knowing which.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from mk.build import build, is_built
-from mk.config import Config, EngineConfig
-from mk.cuda_engine import CudaEngine, require_card
+from mk.config import Config
+from mk.cuda_engine import CudaEngine
 from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.interpreter import Machine, StepInputs, StepOutputs
@@ -31,7 +30,7 @@ from mk.programs import Plan, Programs, bucket_for
 from mk.routing import Router, make_router
 from mk.sampling import SamplingParams, sample_row
 from mk.schedule.lower import Program
-from mk.splits import SplitPolicy
+from mk.step_params import MAX_ROWS
 from mk.threads import threads_for
 from prefill.torch_prefill import TorchPrefill
 
@@ -193,21 +192,42 @@ class ReferenceEngine:
         return last
 
 
-def require_engine(asked: str) -> None:
-    """Raises MkError for an engine that cannot run here, saying what can."""
-    if asked == "cuda":
-        require_card()
+def cuda_obstacle(config: Config, rows: int) -> MkError | None:
+    """Why the kernel cannot decode this configuration here; None if it can, once it is built."""
+    if not torch.cuda.is_available():
+        hint = "engine=interpreter executes the same descriptors on the CPU"
+        return MkError("engine=cuda: there is no CUDA device here", hint=hint)
+    facts = DeviceFacts.read()
+    if facts.capability != (9, 0):
+        return MkError(f"engine=cuda: {facts.name} is no Hopper GPU", hint="engine=interpreter")
+    if config.gpu.kind == "cuda":
+        try:
+            facts.require(config.gpu)
+        except MkError as other_card:
+            return other_card
+    if rows > MAX_ROWS:
+        return MkError(f"engine=cuda decodes at most {MAX_ROWS} rows, not {rows}", hint="engine=interpreter")
+    if config.routing.name != "checkpoint":
+        other = f"engine=cuda decodes with the router's own choice, not routing={config.routing.name}"
+        return MkError(other, hint="engine=interpreter, or experiment=decode_throughput")
+    return None
 
 
-def engine_name(config: EngineConfig, geometry: Geometry) -> str:
-    """The engine that `engine.name` stands for: `auto` takes the kernel where a card and a built library are."""
-    if config.name != "auto":
-        return config.name
-    try:
-        splits = SplitPolicy(config.attention.split_keys, config.attention.max_splits)
-    except MkError:
-        return "interpreter"  # which says what is wrong with it
-    return "cuda" if torch.cuda.is_available() and is_built(geometry, splits) else "interpreter"
+def require_engine(config: Config, rows: int) -> None:
+    """Raises MkError for an engine asked for by name that cannot run here, saying what can."""
+    obstacle = cuda_obstacle(config, rows) if config.engine.name == "cuda" else None
+    if obstacle is not None:
+        raise obstacle
+
+
+def engine_name(config: Config, geometry: Geometry, rows: int) -> str:
+    """The engine that `engine.name` stands for: `auto` takes the kernel where it can run and its library is built."""
+    if config.engine.name != "auto":
+        return config.engine.name
+    attention = config.engine.attention
+    if cuda_obstacle(config, rows) is None and is_built(geometry, attention.split_keys, attention.max_splits):
+        return "cuda"
+    return "interpreter"
 
 
 def make_engine(
@@ -221,8 +241,8 @@ def make_engine(
 
     `progress` is told (matrices packed, in all) where weights have to be packed first.
     """
-    require_engine(config.engine.name)
-    name = engine_name(config.engine, model.geometry)
+    require_engine(config, rows)
+    name = engine_name(config, model.geometry, rows)
     if context > model.geometry.max_positions:
         raise MkError(
             f"a context of {context} tokens exceeds the model's max_positions={model.geometry.max_positions}",
@@ -253,16 +273,10 @@ def make_engine(
 def _cuda_engine(
     config: Config, model: Model, rows: int, context: int, progress: Callable[[int, int], None] | None
 ) -> CudaEngine:
-    if config.routing.name != "checkpoint":
-        raise MkError(
-            f"engine=cuda decodes with the router's own choice, not routing={config.routing.name}",
-            hint="engine=interpreter, or experiment=decode_throughput",
-        )
-    facts, plan = DeviceFacts.read(), Plan.from_config(config)
-    if config.gpu.kind == "cuda":
-        facts.require(config.gpu)
-    else:
-        plan = dataclasses.replace(plan, n_sm=facts.sms)  # virtual SMs are for the interpreter
+    """Virtual SMs are for the interpreter: without a card in the gpu group, the plan takes all of this one's."""
+    plan = Plan.from_config(config)
+    if config.gpu.kind == "cpu":
+        plan = dataclasses.replace(plan, n_sm=DeviceFacts.read().sms)
     library = build(model.geometry, plan.splits)
     window = config.engine.ring.window_kb * 1024 // SLOT_BYTES
     return CudaEngine(model.packed(progress), library, plan, rows, context, config.prefill.chunk, window_slots=window)

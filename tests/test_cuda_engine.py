@@ -11,6 +11,7 @@ import torch
 import mk.engines
 from mk.compose import load_config
 from mk.cuda_engine import CudaEngine
+from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.graph import LAYER_WAVES
 from mk.kv import KINDS, kv_layers
@@ -89,13 +90,43 @@ def test_a_longer_context_changes_the_program(engine: CudaEngine) -> None:
     assert (small.shape.bucket, engine.program.shape.bucket) == (256, 512)
 
 
-def test_auto_takes_the_kernel_only_where_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(["engine=auto"]).engine
-    for card in (False, True):
-        for built in (False, True):
-            monkeypatch.setattr("torch.cuda.is_available", lambda card=card: card)
-            monkeypatch.setattr(mk.engines, "is_built", lambda geometry, splits, built=built: built)
-            assert mk.engines.engine_name(config, GEOMETRY) == ("cuda" if card and built else "interpreter")
+@pytest.mark.parametrize(
+    ("overrides", "rows", "says"),
+    [
+        ([], 1, None),
+        (["gpu=h200"], 8, None),
+        ([], 9, "at most 8 rows, not 9"),
+        (["routing=uniform"], 1, "not routing=uniform"),
+        (["gpu=h100"], 1, "gpu.name=h100, but the device has NVIDIA H200"),
+    ],
+)
+def test_auto_takes_the_kernel_exactly_where_asking_for_it_works(
+    fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch, overrides: list[str], rows: int, says: str | None
+) -> None:
+    auto, cuda = (load_config([f"engine={name}", *overrides]) for name in ("auto", "cuda"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for built in (False, True):
+        monkeypatch.setattr(mk.engines, "is_built", lambda *key, built=built: built)
+        expected = "cuda" if built and says is None else "interpreter"
+        assert mk.engines.engine_name(auto, GEOMETRY, rows) == expected
+    if says is None:
+        mk.engines.require_engine(cuda, rows)
+    else:
+        with pytest.raises(MkError, match=says) as refused:
+            mk.engines.require_engine(cuda, rows)
+        assert refused.value.hint
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert mk.engines.engine_name(auto, GEOMETRY, rows) == "interpreter"
+
+
+def test_another_card_than_hopper_is_left_to_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    ampere = DeviceFacts("NVIDIA A100", 108, 164 * 1024, (8, 0))
+    monkeypatch.setattr(DeviceFacts, "read", classmethod(lambda cls: ampere))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(mk.engines, "is_built", lambda *key: True)
+    assert mk.engines.engine_name(load_config(["engine=auto"]), GEOMETRY, 1) == "interpreter"
+    with pytest.raises(MkError, match="A100 is no Hopper GPU"):
+        mk.engines.require_engine(load_config(["engine=cuda"]), 1)
 
 
 def test_the_engine_follows_the_card(fake_device: FakeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +142,5 @@ def test_the_engine_follows_the_card(fake_device: FakeLibrary, tmp_path: Path, m
         model = open_model(config.model, config.weights, tmp_path)
         mk.engines.make_engine(config, model, 1, 100)
     assert [plan.n_sm for plan in asked] == [H200.sms, H200.sms]
-    with pytest.raises(MkError, match="gpu.name=h100, but the device has NVIDIA H200"):
-        mk.engines.make_engine(load_config([*axes, "gpu=h100"]), model, 1, 100)
-    with pytest.raises(MkError, match="not routing=uniform"):
-        mk.engines.make_engine(load_config([*axes, "routing=uniform"]), model, 1, 100)
+    with pytest.raises(MkError, match="at most 8 rows"):  # before anything is packed or prefilled
+        mk.engines.make_engine(load_config(axes), model, 9, 100)

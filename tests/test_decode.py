@@ -238,10 +238,10 @@ def test_programs_are_lowered_once_and_refused_early() -> None:
 
 def test_engines_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    names = {asked: engine_name(load_config([f"engine={asked}"]).engine, GEOMETRY) for asked in ("auto", "reference")}
+    names = {asked: engine_name(load_config([f"engine={asked}"]), GEOMETRY, 1) for asked in ("auto", "reference")}
     assert names == {"auto": "interpreter", "reference": "reference"}
     with pytest.raises(MkError, match="engine=cuda: there is no CUDA device here") as caught:
-        require_engine("cuda")
+        require_engine(load_config(["engine=cuda"]), 1)
     assert caught.value.hint and "engine=interpreter" in caught.value.hint
 
     source().write_folder(tmp_path)
