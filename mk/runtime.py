@@ -17,12 +17,13 @@ from mk.build import Library
 from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.graph import QUEUE_KINDS
+from mk.isa import Buffer, Word
 from mk.kv import KINDS, PAGE, Blocks, blocks_of, first_visible, kv_layers
 from mk.model.packing import PackedWeights
 from mk.model.reference import rope_table
 from mk.schedule.lower import Program
 from mk.stalls import describe_stall
-from mk.step_params import COUNTER_STRIDE, KV_BLOCK, MAX_ROWS, MAX_WINDOW, StepParams, buffer_shapes
+from mk.step_params import COUNTER_STRIDE, KV_BLOCK, MAX_ROWS, MAX_WINDOW, OWNED, StepParams, buffer_shapes
 
 
 class StepAborted(MkError):
@@ -143,6 +144,12 @@ class Runtime:
         ):
             if not fits:
                 raise MkError(message)
+        kept = program.words[program.words[:, Word.DST] == Buffer.ACC_ATTN, Word.TILES].max(initial=0)
+        if kept > OWNED:
+            raise MkError(
+                f"an SM would own {kept} strips of the residual, the kernel keeps at most {OWNED}",
+                hint="more SMs, or another placement than row_owner",
+            )
         queues = self.geometry.layers * len(QUEUE_KINDS)
         steps = np.array([counter.per_step for counter in program.counters], np.int64)
         counters = np.zeros((max(1, len(steps)), COUNTER_STRIDE), np.uint32)

@@ -14,6 +14,7 @@ from mk.model.geometry import SLOT_K, Geometry
 from mk.splits import SplitPolicy
 
 MAX_ROWS = 8
+OWNED = 4  # residual strips an SM can keep the sums of
 MAX_WINDOW = 10  # ring slots that may be in flight; why is in gemm.cuh
 COUNTER_STRIDE = 32  # words: a counter has a 128-byte line of its own
 KV_BLOCK = PAGE * 128  # elements of K or V of one page, layer and head
@@ -63,8 +64,6 @@ def buffer_shapes(g: Geometry, policy: SplitPolicy, sms: int) -> dict[str, tuple
         "tokens": (i32, (MAX_ROWS,)),
         "route_ids": (i32, (g.layers, MAX_ROWS, max(1, g.top_k))),
         "status": (i32, (MAX_ROWS,)),
-        "temperature": (f32, (MAX_ROWS,)),
-        "seeds": (i32, (MAX_ROWS, 2)),
         "abort_word": (i32, (1,)),
         "stalls": (i32, (sms, 8)),
         "cycles": (i64, (sms, 32, 8)),

@@ -82,8 +82,10 @@ def test_constants_written_on_both_sides_agree() -> None:
         "COUNTER_STRIDE": step_params.COUNTER_STRIDE,
         "MAX_ROWS": step_params.MAX_ROWS,
         "MAX_WINDOW": step_params.MAX_WINDOW,
+        "OWNED": step_params.OWNED,
         "STATUS_LOGITS": Status.LOGITS,
         "STATUS_ROUTER_NAN": Status.ROUTER_NAN,
+        "STATUS_EXPERT_ID": Status.EXPERT_ID,
     }
     assert {name: found.get(name) for name in expected} == expected
 

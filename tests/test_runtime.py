@@ -20,7 +20,7 @@ from mk.runtime import Runtime, StepAborted
 from mk.schedule.lower import Program
 from mk.splits import SplitPolicy
 from mk.stalls import describe_stall
-from mk.step_params import MAX_ROWS, MAX_WINDOW
+from mk.step_params import MAX_ROWS, MAX_WINDOW, OWNED
 from tests.device_rig import H200, FakeLibrary, fake_build, fake_device, next_logits
 from tests.interpreter_rig import GEOMETRY, weights
 
@@ -54,6 +54,15 @@ def test_a_card_is_compared_with_its_configuration() -> None:
             dataclasses.replace(H200, **change).require(gpu)
     with pytest.raises(MkError, match="gpu=cpu is no CUDA card"):
         H200.require(load_config().gpu)
+
+
+def test_a_program_that_owns_more_strips_than_an_sm_keeps_is_refused(runtime: Runtime) -> None:
+    strips = GEOMETRY.hidden // 16
+    fits = -(-strips // OWNED)
+    runtime.load(program(plan=dataclasses.replace(PLAN, n_sm=fits)))
+    with pytest.raises(MkError, match=rf"an SM would own \d+ strips of the residual, the kernel keeps at most {OWNED}"):
+        runtime.load(program(plan=dataclasses.replace(PLAN, n_sm=fits - 1)))
+    runtime.load(program(plan=dataclasses.replace(PLAN, n_sm=1, placement="round_robin")))  # sums go to memory
 
 
 def test_without_a_card_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:

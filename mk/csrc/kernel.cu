@@ -67,9 +67,7 @@ extern "C" {
 // Sizes the host checks against its own idea of them.
 int mk_params_bytes() { return sizeof(StepParams); }
 int mk_shared_bytes() { return sizeof(Shared); }
-int mk_threads() { return THREADS; }
 int mk_ring_slots() { return RING_SLOTS; }
-int mk_max_window() { return MAX_WINDOW; }
 
 // Prepares the kernel; returns the number of blocks an SM can hold, or a negative CUDA error.
 int mk_prepare() {

@@ -11,7 +11,7 @@ constexpr int SLOT_BYTES = 8192;               // ring slot: 16 rows x 256 k of 
 constexpr int KV_BLOCK_BYTES = PAGE * 128 * 2;  // K or V of one page, layer and head
 constexpr int COUNTER_STRIDE = 32;             // counters stand 128 bytes apart
 
-// Flags of a row; the first two as in mk/interpreter/step.py, the third: a replaced expert id does not exist.
+// Flags of a row, as in mk/interpreter/step.py.
 constexpr int STATUS_LOGITS = 1, STATUS_ROUTER_NAN = 2, STATUS_EXPERT_ID = 4;
 
 // Where and on what an SM gave up, for the host to name (one record an SM).
@@ -50,15 +50,12 @@ struct StepParams {
   float* ffn_part;        // [EXPERTS][MAX_ROWS][HIDDEN]
   float* ffn_out;         // [MAX_ROWS][HIDDEN]
   float* logits;          // [MAX_ROWS][VOCAB_PAD]
-  float* candidate_value;  // [n_sm][MAX_ROWS] best perturbed logit of an SM's strips
+  float* candidate_value;  // [n_sm][MAX_ROWS] best logit of an SM's strips
   int* candidate_id;       // [n_sm][MAX_ROWS]
   int* tokens;            // [MAX_ROWS] fed back from step to step
   // routing
   int* route_ids;         // [LAYERS][MAX_ROWS][TOP_K] published ids
   const int* forced_ids;  // the same shape: ids that replace the router's, or null
-  // sampling
-  const float* temperature;  // [rows] 0 = greedy
-  const uint32_t* seeds;     // [rows][2]
   int* status;            // [MAX_ROWS] non-zero: a non-finite logit was seen
   // safety
   uint32_t* abort_word;
