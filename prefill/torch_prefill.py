@@ -214,8 +214,8 @@ class TorchPrefill:
         visible = key <= position if window is None else (key <= position) & (key > position - window)
         scores = q.reshape(kv_heads, -1, d) @ keys[0].transpose(-1, -2) * d**-0.5
         scores = scores.view(kv_heads, -1, TILE, n).masked_fill(~visible, -torch.inf)
-        p = torch.exp(scores - scores.amax(-1, keepdim=True)).view(kv_heads, -1, n)
-        heads = (self.round(p) @ keys[1]) / p.sum(-1, keepdim=True)
+        p = self.round(torch.exp(scores - scores.amax(-1, keepdim=True)).view(kv_heads, -1, n))
+        heads = (p @ keys[1]) / p.sum(-1, keepdim=True)
         return self.round(heads.view(q_heads, TILE, d).transpose(0, 1).reshape(TILE, q_heads * d))
 
     def _logits(self, x: Tensor) -> npt.NDArray[np.float32]:

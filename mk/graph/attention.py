@@ -145,7 +145,7 @@ ISA.add(
         _attn_combine,
         reads=(Access(Buffer.PARTIAL, _head_partials),),
         writes=(Access(Buffer.ATTN_OUT, _own_head),),
-        doc="merges the splits of one (row, query head) in split order",
+        doc="merges the splits of one (row, query head) in an order that the splits alone fix",
     )
 )
 

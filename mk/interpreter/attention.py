@@ -43,8 +43,9 @@ def _attend(bench: Bench, task: Task) -> Callable[[Step, int, int, int], None]:
             scores = np.matmul(queries, k[chunk].T) * scale  # [group, keys]
             best = np.maximum(top, scores.max(axis=1))
             alpha, p = np.exp(top - best), np.exp(scores - best[:, None])
+            p = store(p)  # numerator and denominator take the same P, as in the kernel
             total = total * alpha + p.sum(axis=1)
-            out = out * alpha[:, None] + np.matmul(store(p), v[chunk])
+            out = out * alpha[:, None] + np.matmul(p, v[chunk])
             top = best
         memory.split_max[row, head, :, split] = top
         memory.split_sum[row, head, :, split] = total
