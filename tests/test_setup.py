@@ -11,6 +11,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 Usage = namedtuple("Usage", "total used free")
@@ -109,10 +110,9 @@ def test_constraints_pin_every_direct_dependency() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
-    pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
-    for requirement in needed:
-        name = requirement.split(";")[0].split(">")[0].split("[")[0].strip()
-        assert name in pinned
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    for requirement in map(Requirement, needed):
+        assert requirement.specifier.contains(pinned[requirement.name]), requirement
 
 
 def test_an_install_has_every_file_that_the_packages_read() -> None:
