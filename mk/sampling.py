@@ -1,4 +1,4 @@
-"""The sampler: the CPU twin of the kernel's last task.
+"""The sampler. The kernel draws greedily; this is what its sampler will have to equal, and what draws for it until then.
 
 Every draw is Gumbel-max over counter-based noise keyed by (seed, position, token id), so a row's token depends on its
 logits, its parameters and its position only: never on the batch row, the batch, or the order of the reduction. Top-k
