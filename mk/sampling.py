@@ -1,4 +1,4 @@
-"""The sampler. The kernel draws greedily; this is what its sampler will have to equal, and what draws for it until then.
+"""The sampler. The kernel draws greedily; this draws for it otherwise, and is what its own sampler will have to equal.
 
 Every draw is Gumbel-max over counter-based noise keyed by (seed, position, token id), so a row's token depends on its
 logits, its parameters and its position only: never on the batch row, the batch, or the order of the reduction. Top-k
