@@ -8,16 +8,15 @@ from torch import Tensor
 
 from mk.config import RoutingConfig
 from mk.model.geometry import Geometry
-from mk.routing import make_router
-from mk.sampling import philox4x32
+from mk.routing import Uniform, make_router
 from mk.step_params import MAX_ROWS
 
 
 def forced_ids(routing: RoutingConfig, g: Geometry, rows: int, steps: int) -> Tensor | None:
     """Ids of `rows` rows, int32 [steps, layers, MAX_ROWS, top_k] on the CPU; None leaves them to the model's router.
 
-    They are those of `mk/routing.py`; uniform ones are drawn for all layers and rows at once, because one by one they
-    take seconds. Rows beyond the batch and dense layers hold 0. Raises MkError where the mode does not fit.
+    They are those of `mk/routing.py`; uniform ones are drawn for all layers at once, because one by one they take
+    seconds. Rows beyond the batch and dense layers hold 0. Raises MkError where the mode does not fit.
     """
     router = make_router(routing, g, rows)
     if router is None:
@@ -26,24 +25,12 @@ def forced_ids(routing: RoutingConfig, g: Geometry, rows: int, steps: int) -> Te
     layers = list(g.sparse_layers)
     logits = np.zeros((rows, g.experts), np.float32)
     for step in range(steps):
-        if routing.name == "uniform":
-            chosen = _uniform(routing.seed or 0, g, rows, step)
+        if isinstance(router, Uniform):
+            chosen = router.draw(layers, step, rows)
         else:
             chosen = np.stack([router(layer, step, logits) for layer in layers])
         ids[step, layers, :rows] = torch.from_numpy(chosen.astype(np.int32))
     return ids
-
-
-def _uniform(seed: int, g: Geometry, rows: int, step: int) -> np.ndarray:
-    """`mk.routing.Uniform` for every sparse layer of a step: int64 [layers, rows, top_k]."""
-    layers = np.array(g.sparse_layers)
-    counter = np.empty((len(layers), rows, -(-g.experts // 4), 4), np.uint64)
-    counter[..., 0] = np.arange(counter.shape[2])
-    counter[..., 1] = step
-    counter[..., 2] = layers[:, None, None]
-    counter[..., 3] = np.arange(rows)[:, None]
-    words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32)).reshape(len(layers), rows, -1)
-    return np.argsort(words[..., : g.experts], axis=-1, kind="stable")[..., : g.top_k]
 
 
 def distinct_experts(ids: Tensor, g: Geometry) -> float:

@@ -66,12 +66,17 @@ def make_router(config: RoutingConfig, geometry: Geometry, rows: int) -> Router 
     raise MkError(f"unknown routing {config.name!r}")
 
 
-def _words(geometry: Geometry, seed: int, layer: int, step: int, stream: int) -> npt.NDArray[np.uint32]:
-    """One random word an expert [experts]; `stream` separates the rows."""
-    counter = np.zeros((-(-geometry.experts // 4), 4), np.uint64)
-    counter[:, 0] = np.arange(len(counter))
-    counter[:, 1:] = step & 0xFFFFFFFF, layer, stream
-    return philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32)).reshape(-1)[: geometry.experts]
+def _words(
+    geometry: Geometry, seed: int, layer: npt.ArrayLike, step: int, stream: npt.ArrayLike
+) -> npt.NDArray[np.uint32]:
+    """One random word an expert [..., experts]; `layer` and `stream` broadcast to [...], streams separate the rows."""
+    draws = np.broadcast_shapes(np.shape(layer), np.shape(stream))
+    counter = np.empty((*draws, -(-geometry.experts // 4), 4), np.uint64)
+    counter[..., 0] = np.arange(counter.shape[-2])
+    counter[..., 1] = step & 0xFFFFFFFF
+    counter[..., 2] = np.asarray(layer)[..., None]
+    counter[..., 3] = np.asarray(stream)[..., None]
+    return philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32)).reshape(*draws, -1)[..., : geometry.experts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +90,12 @@ class Uniform:
     seed: int
 
     def __call__(self, layer: int, step: int, logits: Logits) -> Ids:
-        words = [_words(self.geometry, self.seed, layer, step, row) for row in range(len(logits))]
-        return np.argsort(np.array(words), axis=1, kind="stable")[:, : self.geometry.top_k]
+        return self.draw((layer,), step, len(logits))[0]
+
+    def draw(self, layers: Sequence[int], step: int, rows: int) -> Ids:
+        """The ids of several layers at once, int64 [layers, rows, top_k]."""
+        words = _words(self.geometry, self.seed, np.array(layers)[:, None], step, np.arange(rows))
+        return np.argsort(words, axis=-1, kind="stable")[..., : self.geometry.top_k]
 
 
 @dataclass(frozen=True, slots=True)
