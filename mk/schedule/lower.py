@@ -163,8 +163,8 @@ def _synchronise(shape: StepShape, waves: list[_Wave]) -> list[Counter]:
     implied = [0] * len(waves)
     for index, wave in enumerate(waves):
         for access in wave.op.writes:
-            for buffer in _buffers(shape, wave, access):
-                writers.setdefault((buffer, wave.layer + access.ahead), []).append(index)
+            buffer = resolve(access, wave.layer, shape, wave.tasks[0])
+            writers.setdefault((buffer, wave.layer + access.ahead), []).append(index)
     members = [sum(1 << sm for sm in set(wave.sms.tolist())) for wave in waves]
     previous = len(waves)  # stands for "the previous step is over", known through the counter of the step's last wave
     implied.append(0)
@@ -222,10 +222,6 @@ def _announce_tails(waves: list[_Wave], counters: list[Counter]) -> None:
                 silent += 1
         seen.update(wave.sms.tolist())
     counters[awaited] = Counter(counters[awaited].name, counters[awaited].per_step + silent)
-
-
-def _buffers(shape: StepShape, wave: _Wave, access: object) -> set[Buffer]:
-    return {resolve(access, wave.layer, shape, wave.tasks[0])}  # type: ignore[arg-type]
 
 
 def _needs(shape: StepShape, wave: _Wave, writers: dict[tuple[Buffer, int], list[int]]) -> list[int]:

@@ -107,9 +107,13 @@ class _Group:
     """The descriptors of one operation, in all layers."""
 
     def __init__(self, program: Program, names: Names, op: str, tasks: Ints) -> None:
-        self.shape, self.names, self.op, self.tasks = program.shape, names, op, tasks
+        self.program, self.shape, self.names, self.op, self.tasks = program, program.shape, names, op, tasks
         self.words: Words = program.words[tasks]
         self.layer = self.words[:, Word.LAYER].astype(np.int64)
+
+    def take(self, mask: npt.NDArray[np.bool_]) -> _Group:
+        """The part of the group that `mask` selects."""
+        return _Group(self.program, self.names, self.op, self.tasks[mask])
 
     def require(self, holds: npt.NDArray[np.bool_], word: Word, what: object) -> None:
         for k in np.flatnonzero(~holds)[:1]:
@@ -185,7 +189,7 @@ def _check_op(group: _Group) -> None:
         lo = words[:, Word.RANK].astype(np.int64)
         for layer in np.unique(group.layer).tolist():
             of = group.layer == layer
-            _Group.partition(_subset(group, of), lo[of], lo[of] + 1, int(of.sum()), f"{op} rank", (layer,))
+            group.take(of).partition(lo[of], lo[of] + 1, int(of.sum()), f"{op} rank", (layer,))
     _check_attention(group, allowed)
     if op == "topk":
         router = s.layout.entry("router", allowed[0])
@@ -196,13 +200,6 @@ def _check_op(group: _Group) -> None:
             raise VerifyError("word", f"{published[layer]} topk tasks of layer {layer} publish ROUTE, the host reads 1")
     if op == "sample":
         group.equal(Word.TILES, s.layout.entry("head").strips)
-
-
-def _subset(group: _Group, of: npt.NDArray[np.bool_]) -> _Group:
-    part = object.__new__(_Group)
-    part.shape, part.names, part.op = group.shape, group.names, group.op
-    part.tasks, part.words, part.layer = group.tasks[of], group.words[of], group.layer[of]
-    return part
 
 
 def _check_matrix(group: _Group, matrix: str, layers: tuple[int, ...]) -> None:
@@ -261,4 +258,4 @@ def _check_attention(group: _Group, layers: tuple[int, ...]) -> None:
             of = np.isin(group.layer, kind)
             lo = (row * g.kv_heads + head) * most[kind[0]] + split
             total = s.rows * g.kv_heads * int(most[kind[0]])
-            _subset(group, of).partition(lo[of], lo[of] + 1, total, "attention split", kind)
+            group.take(of).partition(lo[of], lo[of] + 1, total, "attention split", kind)
