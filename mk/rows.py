@@ -42,7 +42,7 @@ class Row:
     commit: str  # with "-dirty" where the tree had changes
     config_hash: str
     build_hash: str | None  # of the compiled kernel; null where none ran
-    checks: dict[str, bool]  # what was verified in this run
+    checks: dict[str, bool]  # what was verified in this run; decode_throughput: of the program of schedule_hash
     env: dict[str, str]
 
     # optional figures; a field that does not apply is left out of the JSON
@@ -50,7 +50,7 @@ class Row:
     prefill_s: float | None = None
     decode_s: float | None = None
     tok_s: float | None = None  # decoded tokens a second, all rows together
-    schedule_hash: str | None = None  # of the program that ran last
+    schedule_hash: str | None = None  # of the program that ran last; decode_throughput: that was checked and timed
     distinct_experts: float | None = None  # that a sparse layer touched in a step, mean over layers and steps
     p50_ms: float | None = None  # of a decode step, by device timestamps; so are p10 and p90
     p10_ms: float | None = None

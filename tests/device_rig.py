@@ -102,6 +102,7 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     monkeypatch.setattr(DeviceFacts, "read", classmethod(lambda cls: H200))
     monkeypatch.setattr(Library, "open", lambda self: library)
     for name, fake in (
+        ("is_available", lambda: True),
         ("Stream", FakeStream),
         ("Event", FakeEvent),
         ("stream", lambda stream: contextlib.nullcontext()),

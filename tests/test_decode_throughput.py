@@ -10,7 +10,7 @@ import torch
 
 from experiments import decode_throughput as experiment
 from experiments.forced_routing import distinct_experts, forced_ids
-from experiments.kernel_checks import Oracle, Outcome, consult, relative_error, same_bits
+from experiments.kernel_checks import Oracle, Outcome, consult, relative_error, same_bits, starts_of
 from mk.compose import load_config
 from mk.config import RoutingConfig
 from mk.errors import MkError
@@ -20,6 +20,7 @@ from mk.model.reference import reference_forward
 from mk.roofline import step_bytes, uniform_experts
 from mk.routing import make_router
 from mk.rows import read_rows
+from mk.runtime import Runtime
 from tests.device_rig import FakeLibrary, fake_build, fake_device, next_ids, next_logits
 from tests.interpreter_rig import GEOMETRY, random_tokens, source
 
@@ -96,8 +97,9 @@ def test_what_cannot_be_timed_is_refused_before_anything_is_loaded(overrides: li
 
 def test_without_a_card_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(MkError, match="needs a GPU"):
+    with pytest.raises(MkError, match="needs a GPU") as caught:
         experiment.main(load_config(["experiment=decode_throughput"]))
+    assert "experiment=quickstart" in str(caught.value.hint)
 
 
 # ---- the whole run, on nano and a stand-in whose step takes a millisecond by the events' clock
@@ -152,7 +154,9 @@ def test_a_run_writes_a_row_a_batch_and_ends_with_a_table(
     assert first.distinct_experts == NANO_GEOMETRY.top_k
     assert first.bytes_per_step == step_bytes(NANO_GEOMETRY, [300], NANO_GEOMETRY.top_k).total
     assert first.build_hash == "0123456789abcdef" and first.schedule_hash != second.schedule_hash
-    assert all(first.checks.values()) and len(first.checks) == 8
+    assert all(first.checks.values()) and all(second.checks.values())
+    assert set(second.checks) - set(first.checks) == {"bits_rows", "bits_alone"}  # one row has nothing beside it
+    assert len(second.checks) == 8
     table = capsys.readouterr().out.split("\n\n")[-1]
     assert "routing uniform" in table and "p50 ms" in table and table.count("1.0000") >= 6
 
@@ -161,8 +165,9 @@ def test_a_run_writes_a_row_a_batch_and_ends_with_a_table(
     ("breaks", "check"),
     [
         (lambda rt, step: rt["logits"][0].mul_(1.1), "logits_within_noise"),
-        (lambda rt, step: rt["logits"][2].mul_(1 + 2**-20), "bits_rows"),
-        (lambda rt, step: rt["logits"].add_(2**-16 * (step > 60)), "bits_repeat"),
+        (lambda rt, step: rt["logits"][1].mul_(1 + 2**-20), "bits_rows"),
+        (lambda rt, step: rt["logits"].add_(2**-16 * (step >= 20)), "bits_repeat"),
+        (lambda rt, step: rt["logits"].add_(2**-16 * (step >= 40)), "bits_permuted"),
         (lambda rt, step: rt["logits"].mul_(1 + 2**-20 * (rt.params.rows == 1)), "bits_alone"),
         (lambda rt, step: rt["logits"].add_(torch.nan_to_num(rt["x"][0, 1, 0], nan=2**-16)), "bits_poisoned"),
         (lambda rt, step: rt["route_ids"].add_(1) if not rt.params.forced_ids else None, "router_within_noise"),
@@ -175,11 +180,32 @@ def test_a_kernel_that_fails_a_check_gets_no_row(stand_in: FakeLibrary, tmp_path
     assert not rows_of(tmp_path)
 
 
+@pytest.mark.parametrize("row", range(8))
+def test_every_batch_is_checked_on_its_own_program_in_all_its_rows(
+    stand_in: FakeLibrary, tmp_path: Path, row: int
+) -> None:
+    def breaks(rt: Runtime, step: int) -> None:
+        if rt.params.rows == 8:
+            rt["logits"][row].mul_(1 + 2**-20)
+
+    stand_in.fault = breaks
+    with pytest.raises(MkError, match="batch 8: the kernel failed"):
+        experiment.main(load_config([*RUN, "experiment.batches=[1,8]", f"run_dir={tmp_path}"]))
+    assert not rows_of(tmp_path)
+
+
+def test_a_batch_of_any_size_has_rows_that_start_apart() -> None:
+    assert starts_of(1) == (0,) and starts_of(3) == (0, 7, 14)
+    for rows in range(4, 9):
+        starts = starts_of(rows)
+        assert starts.count(None) == 1 and len(set(starts)) == rows
+        assert starts[::-1].index(None) != starts.index(None)  # mirrored, the idle row works
+
+
 def test_figures_that_cannot_be_get_no_row(
     stand_in: FakeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passed = Outcome({}, (0.0, 0.0), (0.0, 0.0))
-    monkeypatch.setattr(experiment, "run_checks", lambda *args: passed)
+    monkeypatch.setattr(experiment, "run_checks", lambda *args: Outcome(1, {}, (0.0, 0.0), (0.0, 0.0)))
     slow = [*RUN, f"run_dir={tmp_path}", "gpu.nominal_tb_s=0.0001"]
     with pytest.raises(MkError, match="batch 1: p50 1.0000 ms is under"):
         experiment.main(load_config(slow))
