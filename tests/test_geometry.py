@@ -138,6 +138,18 @@ def test_window_counts_the_querys_own_key() -> None:
         ({"sliding_window": None}, "sliding_window"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
         ({"layer_types": ["chunked_attention"] * 49}, "chunked_attention"),
+        ({"layer_types": 5}, "layer_types=5 is not a list"),
+        ({"layer_types": "full_attention"}, "layer_types='full_attention' is not a list"),
+        ({"layer_types": [["a"]] * 49}, r"layer_types entry \['a'\]"),
+        ({"layer_types": [{}] * 49}, r"layer_types entry \{\}"),
+        ({"mlp_layer_types": 3}, "mlp_layer_types=3 is not a list"),
+        ({"mlp_layer_types": [["dense"]] * 49}, r"mlp_layer_types entry \['dense'\]"),
+        ({"rope_parameters": "x"}, "rope_parameters='x' is not an object"),
+        ({"rope_scaling": [1]}, r"rope_scaling=\[1\] is not an object"),
+        ({"rope_parameters": {"rope_type": ["default"]}}, "rope_parameters="),
+        ({"logit_scale": math.inf}, "logit_scale=inf"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan"),
+        ({"rope_theta": 10**400}, "rope_theta=1000"),
         ({"mlp_layer_types": ["sparse"] * 49}, "first_k_dense_replace=1 contradicts mlp_layer_types"),
         ({"num_experts_per_tok": 129}, "top_k=129"),
     ],
@@ -145,6 +157,15 @@ def test_window_counts_the_querys_own_key() -> None:
 def test_what_is_not_computed_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(MkError, match=named):
         Geometry.from_hf_config(RELEASED | changes)
+
+
+@pytest.mark.parametrize("wrong", [None, True, -1, 0.5, math.nan, 10**400, "x", [], ["x"], [["x"]], {}, {"x": []}])
+@pytest.mark.parametrize("field", [*RELEASED, "layer_types", "mlp_layer_types", "rope_parameters", "rope_scaling"])
+def test_a_field_of_any_type_is_read_or_refused_by_name(field: str, wrong: Any) -> None:
+    try:
+        Geometry.from_hf_config(RELEASED | {field: wrong})
+    except MkError as error:
+        assert "config.json: " in str(error) or "geometry: " in str(error)
 
 
 @pytest.mark.parametrize("field", ["expert_selection_fn", "norm_topk_prob", "rms_norm_eps", "vocab_size"])

@@ -7,7 +7,8 @@ that class's default, which is often not what this code computes, and is then re
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -143,15 +144,12 @@ def _mlp_kinds(config: Mapping[str, Any], layers: int) -> tuple[tuple[str, ...],
     listed = config.get("mlp_layer_types")
     if listed is None:
         return counted, prefix
-    kinds = tuple(listed)
+    kinds = _words(config, "mlp_layer_types", MLP_KINDS)
     if config.get("first_k_dense_replace") is not None and kinds != counted:
         # Older transformers read one of the two fields, newer ones the other: refuse to pick.
         raise MkError(f"config.json: first_k_dense_replace={prefix} contradicts mlp_layer_types={list(kinds)!r}")
     if len(kinds) != layers:
         raise MkError(f"config.json: mlp_layer_types has {len(kinds)} entries for num_hidden_layers={layers}")
-    for kind in kinds:
-        if kind not in MLP_KINDS:
-            raise MkError(f"config.json: mlp_layer_types entry {kind!r} is not one of {MLP_KINDS}")
     return kinds, prefix
 
 
@@ -163,12 +161,10 @@ def _layer_kinds(config: Mapping[str, Any], layers: int, dense_prefix: int) -> t
         steps = [(i + 1) % first for i in range(dense_prefix)]
         steps += [(i + 1) % rest for i in range(layers - dense_prefix)]
         return tuple("sliding" if step else "full" for step in steps)
-    if len(listed) != layers:
-        raise MkError(f"config.json: layer_types has {len(listed)} entries for num_hidden_layers={layers}")
-    for kind in listed:
-        if kind not in _ATTENTION:
-            raise MkError(f"config.json: layer_types entry {kind!r} is not one of {tuple(_ATTENTION)}")
-    return tuple(_ATTENTION[kind] for kind in listed)
+    kinds = _words(config, "layer_types", _ATTENTION)
+    if len(kinds) != layers:
+        raise MkError(f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers={layers}")
+    return tuple(_ATTENTION[kind] for kind in kinds)
 
 
 def _window(config: Mapping[str, Any], layer_kinds: tuple[str, ...]) -> int:
@@ -184,6 +180,10 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
     """Base of the rotation; every other rope variant is refused."""
     name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(name) or {}
+    if not isinstance(rope, Mapping):
+        raise MkError(
+            f"config.json: {name}={rope!r} is not an object", hint='{"rope_type": "default", "rope_theta": 10000.0}'
+        )
     kind = rope.get("rope_type", rope.get("type", "default"))
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
     if kind != "default" or partial != 1.0 or any(isinstance(value, Mapping) for value in rope.values()):
@@ -194,14 +194,25 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
 _MISSING = object()
 
 
+def _words(config: Mapping[str, Any], name: str, allowed: Iterable[str]) -> tuple[str, ...]:
+    """A list of words of `allowed`."""
+    listed, words = config[name], tuple(allowed)
+    if not isinstance(listed, (list, tuple)):
+        raise MkError(f"config.json: {name}={listed!r} is not a list", hint="one word a layer")
+    for word in listed:
+        if word not in words:
+            raise MkError(f"config.json: {name} entry {word!r} is not one of {words}", hint="one word a layer")
+    return tuple(listed)
+
+
 def _integer(config: Mapping[str, Any], name: str, default: Any = _MISSING, minimum: int = 0) -> int:
     """An integer field; null counts as absent, as it does in the released configs."""
     value = config.get(name)
     value = default if value is None else value
     if value is _MISSING:
         raise MkError(f"config.json: {name} is missing")
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise MkError(f"config.json: {name}={value!r} is not an integer of at least {minimum}")
+    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value < 2**31:
+        raise MkError(f"config.json: {name}={value!r} is not a 32-bit integer of at least {minimum}")
     return value
 
 
@@ -210,6 +221,6 @@ def _positive(config: Mapping[str, Any], name: str, default: Any = _MISSING) -> 
     value = default if value is None else value
     if value is _MISSING:
         raise MkError(f"config.json: {name} is missing")
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-        raise MkError(f"config.json: {name}={value!r} is not a positive number")
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise MkError(f"config.json: {name}={value!r} is not a finite positive number")
     return float(value)
