@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mk.validation import check_contexts, require_at_least
+
 
 @dataclass(slots=True)
 class Quickstart:
@@ -17,6 +19,11 @@ class Quickstart:
     new_tokens: int  # decoded in each row
     ragged: list[int] | None  # contexts of a second batch, decoded after a first one of size 1
     check: bool  # compare with transformers' greedy decode
+
+    def __post_init__(self) -> None:
+        require_at_least("experiment.new_tokens", self.new_tokens, 1)
+        if self.ragged is not None:
+            check_contexts("experiment.ragged", self.ragged)
 
 
 @dataclass(slots=True)

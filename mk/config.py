@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mk.errors import MkError
-from mk.validation import check_optional, require_at_least, require_one_of
+from mk.validation import check_contexts, check_optional, check_values, require_at_least, require_one_of
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
@@ -124,8 +124,7 @@ class BatchConfig:
                 f"batch.contexts has {len(self.contexts)} entries for batch.size={self.size}",
                 hint="give one length a row, or batch.contexts=null for the prompt's own length",
             )
-        for context in self.contexts:
-            require_at_least("batch.contexts", context, 0)
+        check_contexts("batch.contexts", self.contexts)
 
 
 @dataclass(slots=True)
@@ -170,7 +169,15 @@ class RingConfig:
     def __post_init__(self) -> None:
         require_at_least("engine.ring.slots", self.slots, 1)
         if not 8 <= self.window_kb <= 8 * self.slots:
-            raise MkError(f"engine.ring.window_kb={self.window_kb} must lie in 8..{8 * self.slots} (slots x 8 KB)")
+            raise MkError(
+                f"engine.ring.window_kb={self.window_kb} must lie in 8..{8 * self.slots} (slots x 8 KB)",
+                hint=f"engine.ring.window_kb={min(40, 8 * self.slots)}",
+            )
+        if self.window_kb % 8:
+            raise MkError(
+                f"engine.ring.window_kb={self.window_kb} is no multiple of a slot's 8 KB",
+                hint=f"engine.ring.window_kb={self.window_kb // 8 * 8}",
+            )
 
 
 @dataclass(slots=True)
@@ -205,6 +212,10 @@ class ServerConfig:
     host: str
     port: int
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.port <= 65535:
+            raise MkError(f"server.port={self.port} must lie in 1..65535", hint="server.port=8000")
+
 
 @dataclass(slots=True)
 class SamplingConfig:
@@ -220,7 +231,13 @@ class SamplingConfig:
         require_at_least("sampling.temperature", self.temperature, 0)
         require_at_least("sampling.top_k", self.top_k, 0)
         if not 0 < self.top_p <= 1:
-            raise MkError(f"sampling.top_p={self.top_p} must lie in (0, 1]")
+            raise MkError(f"sampling.top_p={self.top_p} must lie in (0, 1]", hint="sampling.top_p=1 is off")
+        for key, value, off in (("top_k", self.top_k, 0), ("top_p", self.top_p, 1)):
+            if self.temperature == 0 and value != off:  # greedy takes the largest logit, which no cut removes
+                raise MkError(
+                    f"sampling.{key}={value} means nothing with sampling.temperature=0",
+                    hint=f"sampling.temperature=1, or leave sampling.{key} out",
+                )
 
 
 @dataclass(slots=True)
@@ -275,12 +292,20 @@ class Config:
     debug: bool  # print tracebacks
 
     def __post_init__(self) -> None:
+        check_values("", self)
         for group in GROUPS:
             require_one_of(f"{group}.name", getattr(self, group).name, group_options(group))
         if self.weights.name == "checkpoint" and self.model.path is None and self.model.preset != "nano":
             raise MkError(
                 f"model={self.model.name} has no weights here",
                 hint="weights=random, or model.path=<Hugging Face folder or hub id>",
+            )
+        most = (self.gpu.smem_per_block_kb or 0) // 8
+        if self.gpu.kind == "cuda" and self.engine.ring.slots > most:
+            raise MkError(
+                f"engine.ring.slots={self.engine.ring.slots} of 8 KB exceed the {self.gpu.smem_per_block_kb} KB of "
+                f"shared memory of gpu={self.gpu.name}",
+                hint=f"engine.ring.slots={most} is the most",
             )
 
 

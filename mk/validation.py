@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from mk.errors import MkError
@@ -25,7 +26,42 @@ def require_one_of(key: str, value: str, allowed: Iterable[str]) -> None:
 
 def require_at_least(key: str, value: float | None, least: float) -> None:
     if value is not None and value < least:
-        raise MkError(f"{key}={value} must be at least {least}")
+        raise MkError(f"{key}={value} must be at least {least}", hint=f"{key}={least}")
+
+
+def check_contexts(key: str, contexts: Sequence[int]) -> None:
+    """Context lengths of a batch, one a row: none is negative, and one row at least is active."""
+    if any(context < 0 for context in contexts):
+        raise MkError(f"{key}={list(contexts)}: a context must be at least 0", hint="0 is an inactive row")
+    if not any(contexts):
+        raise MkError(f"{key}={list(contexts)}: every row is inactive", hint="give at least one row a context")
+
+
+def check_values(key: str, config: Any) -> None:
+    """Refuse, in every field of a schema and of the schemas inside it, what its type admits and nothing can use.
+
+    Floats are finite, seeds unsigned 64-bit numbers, other integers fit the descriptors' int32 words, and a path is
+    not empty, which would mean the current folder.
+    """
+    for field in dataclasses.fields(config):
+        name = f"{key}.{field.name}" if key else field.name
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            check_values(name, value)
+        for item in value if isinstance(value, list) else [value]:
+            _check_value(name, field.name, item)
+
+
+def _check_value(key: str, name: str, value: Any) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise MkError(f"{key}={value} is not a finite number", hint=f"{key}=1.0")
+    if isinstance(value, int) and name.endswith("seed"):
+        if not 0 <= value < 2**64:
+            raise MkError(f"{key}={value} must be an unsigned 64-bit number", hint=f"{key}=0")
+    elif isinstance(value, int) and not -(2**31) <= value < 2**31:
+        raise MkError(f"{key}={value} does not fit in 32 bits", hint=f"{key}={2**31 - 1} is the most")
+    if value == "" and (name == "path" or name.endswith("_dir")):
+        raise MkError(f"{key} is empty", hint=f"{key}=<path>")
 
 
 def check_optional(group: str, config: Any, needed: Collection[str]) -> None:

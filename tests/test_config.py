@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
 import pytest
 
@@ -113,6 +114,18 @@ def test_wrong_types_name_the_key(override: str, key: str) -> None:
         (["schedule=static,work_stealing"], "names several values"),
         (["batch.contexts=[1,2"], "cannot read"),
         (["hydra.run.dir=x"], "unknown key hydra.run.dir"),
+        (["engine.ring.window_kb=41"], "engine.ring.window_kb=41 is no multiple"),
+        (["gpu=h200", "engine.ring.slots=29"], "engine.ring.slots=29 of 8 KB exceed the 227 KB"),
+        (["server.port=0"], "server.port=0 must lie in 1..65535"),
+        (["server.port=65536"], "server.port=65536 must lie in 1..65535"),
+        (["sampling.top_k=5"], "sampling.top_k=5 means nothing with sampling.temperature=0"),
+        (["sampling.top_p=0.5"], "sampling.top_p=0.5 means nothing with sampling.temperature=0"),
+        (["experiment.new_tokens=0"], "experiment.new_tokens=0 must be at least 1"),
+        (["run_dir="], "run_dir is empty"),
+        (["run_dir=''"], "run_dir is empty"),
+        (["model.path=''"], "model.path is empty"),
+        (["experiment=train_nano", "experiment.out_dir="], "experiment.out_dir is empty"),
+        (["batch.size=3000000000"], "batch.size=3000000000 does not fit in 32 bits"),
     ],
 )
 def test_what_does_not_go_together_is_refused(overrides: list[str], message: str) -> None:
@@ -120,6 +133,70 @@ def test_what_does_not_go_together_is_refused(overrides: list[str], message: str
         load_config(overrides)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+NUMBERS = [
+    [],
+    ["weights=random"],
+    ["routing=uniform"],
+    ["routing=correlated", "routing.distinct=4"],
+    ["gpu=h200"],
+    ["experiment=train_nano"],
+]
+
+
+def numbers(kind: type, suffix: str = "") -> list[tuple[str, list[str]]]:
+    """Every key that has a value of that type in some configuration, with the overrides that give it one."""
+    found: dict[str, list[str]] = {}
+
+    def walk(prefix: str, values: dict[str, Any], overrides: list[str]) -> None:
+        for name, value in values.items():
+            if isinstance(value, dict):
+                walk(f"{prefix}{name}.", value, overrides)
+            elif type(value) is kind and name.endswith(suffix):
+                found.setdefault(prefix + name, overrides)
+
+    for overrides in NUMBERS:
+        walk("", resolved(load_config(overrides)), overrides)
+    return list(found.items())
+
+
+FLOATS, SEEDS = numbers(float), numbers(int, "seed")
+
+
+def test_the_walk_finds_what_it_should() -> None:
+    assert {"sampling.temperature", "weights.qk_scale", "gpu.nominal_tb_s", "experiment.lr"} <= dict(FLOATS).keys()
+    seeds = {"sampling.seed", "weights.seed", "routing.seed", "gpu.interleaving_seed", "experiment.seed"}
+    assert dict(SEEDS).keys() == seeds
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(("key", "overrides"), FLOATS)
+def test_every_float_is_finite(key: str, overrides: list[str], value: str) -> None:
+    with pytest.raises(MkError, match=f"^{key}={value} ") as caught:
+        load_config([*overrides, f"{key}={value}"])
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("value", [-1, 2**64])
+@pytest.mark.parametrize(("key", "overrides"), SEEDS)
+def test_every_seed_is_an_unsigned_64_bit_number(key: str, overrides: list[str], value: int) -> None:
+    with pytest.raises(MkError, match=f"^{key}={value} must be an unsigned 64-bit number") as caught:
+        load_config([*overrides, f"{key}={value}"])
+    assert caught.value.hint
+    assert load_config([*overrides, f"{key}={2**64 - 1}"])
+
+
+@pytest.mark.parametrize("key", ["batch.contexts", "experiment.ragged"])
+@pytest.mark.parametrize(
+    ("contexts", "message"), [("[-3,5]", "must be at least 0"), ("[0,0]", "every row is inactive")]
+)
+def test_contexts_are_checked_alike_wherever_they_stand(key: str, contexts: str, message: str) -> None:
+    size = 2 if key == "batch.contexts" else 1
+    with pytest.raises(MkError, match=rf"^{key}=\[.*{message}") as caught:
+        load_config([f"batch.size={size}", f"{key}={contexts}"])
+    assert caught.value.hint
+    assert load_config([f"batch.size={size}", f"{key}=[0,5]"])
 
 
 @pytest.mark.parametrize("size", [1, 8, 16, 32])
