@@ -20,7 +20,7 @@ def enter_environment() -> None:
     if importlib.util.find_spec("hydra") and importlib.util.find_spec("torch"):
         return
     python = VENV / "bin" / "python"
-    if python.exists() and Path(sys.prefix).resolve() != VENV:
+    if os.access(python, os.X_OK) and Path(sys.prefix).resolve() != VENV:
         os.execv(python, [str(python), *sys.argv])
     print("error: the packages this needs are not installed\nhint: make run", file=sys.stderr)
     sys.exit(2)
@@ -41,8 +41,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def run(argv: list[str]) -> int:
-    """One experiment, or with -m every combination, all of them composed before the first one starts."""
+def run(argv: list[str], trace: bool) -> int:
+    """One experiment, or with -m every combination, all of them composed before the first one starts.
+
+    A combination that is refused or fails does not stop the others; the status is then the first one that is not 0.
+    """
     args = parse(argv)
     from mk import compose
 
@@ -54,29 +57,49 @@ def run(argv: list[str]) -> int:
     if args.cfg:
         print("---\n".join(compose.to_yaml(config) for config in configs), end="")
         return 0
+    if len(jobs) == 1:
+        return compose.experiment_main(configs[0].experiment.name)(configs[0]) or 0
+    failed = {}
     for number, (job, config) in enumerate(zip(jobs, configs, strict=True), start=1):
-        if len(jobs) > 1:
-            print(f"[{number}/{len(jobs)}] {' '.join(job)}", flush=True)
-        status = compose.experiment_main(config.experiment.name)(config)
+        print(f"[{number}/{len(jobs)}] {' '.join(job)}", flush=True)
+        try:
+            status = compose.experiment_main(config.experiment.name)(config)
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            status = tell(error, trace)
         if status:
-            return status
-    return 0
+            failed[number] = status
+    if not failed:
+        return 0
+    print(f"{len(failed)} of {len(jobs)} combinations failed: {', '.join(map(str, failed))}", file=sys.stderr)
+    return next(iter(failed.values()))
+
+
+def tell(error: Exception, trace: bool) -> int:
+    """Print an error as a line and a hint; returns its exit status: 2 for a wrong input, 1 for a defect."""
+    from mk.errors import MkError
+
+    if trace:
+        traceback.print_exception(error)
+    if isinstance(error, MkError):
+        print(f"error: {error}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        return 2
+    if not trace:
+        with tempfile.NamedTemporaryFile("w", prefix="mk-traceback-", suffix=".txt", delete=False) as file:
+            traceback.print_exception(error, file=file)
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"error: {text}\nhint: the traceback is in {file.name}; MK_TRACE=1 prints it", file=sys.stderr)
+    return 1
 
 
 def main(argv: list[str]) -> int:
     """The exit status: 0, what the experiment returned, 2 for a wrong input, 1 for a defect, 130 for an interrupt."""
     trace = os.environ.get("MK_TRACE") == "1" or "debug=true" in argv
-    from mk.errors import MkError
-
     try:
-        return run(argv)
-    except MkError as error:
-        if trace:
-            traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
-        if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
-        return 2
+        return run(argv, trace)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -84,14 +107,7 @@ def main(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        if trace:
-            traceback.print_exc()
-            return 1
-        with tempfile.NamedTemporaryFile("w", prefix="mk-traceback-", suffix=".txt", delete=False) as file:
-            traceback.print_exc(file=file)
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        print(f"error: {text}\nhint: the traceback is in {file.name}; MK_TRACE=1 prints it", file=sys.stderr)
-        return 1
+        return tell(error, trace)
 
 
 if __name__ == "__main__":

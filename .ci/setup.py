@@ -132,6 +132,17 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--pip-args", default="")
     parser.add_argument("--asked", action="store_true", help="torch or pip-args were chosen by hand")
     args = parser.parse_args(argv)
+    try:
+        make_ready(args)
+    except PermissionError as error:
+        fail(
+            f"no permission for {error.filename or VENV}",
+            f"make {VENV} yours (chown -R), or remove it and run make run",
+        )
+
+
+def make_ready(args: argparse.Namespace) -> None:
+    """Set up unless the stamp says that the same has been installed."""
     stamp = json.loads(STAMP.read_text()) if STAMP.exists() else {}
     if not args.asked:  # a build chosen in an earlier call stays
         args.torch, args.pip_args = stamp.get("torch", args.torch), stamp.get("pip_args", args.pip_args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -54,6 +55,8 @@ def test_a_python_without_the_packages_goes_on_in_the_venv_or_names_the_command(
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\necho "venv:" "$@"\n')
+    python.chmod(0o644)  # one that cannot be run is as good as none
+    assert subprocess.run(command, capture_output=True, text=True).stderr == bare.stderr
     python.chmod(0o755)
     again = subprocess.run(command, capture_output=True, text=True, check=True)
     assert again.stdout.split() == ["venv:", str(script), "--help"]
@@ -112,6 +115,37 @@ def test_multirun_runs_every_combination_in_order(quickstart, capsys: pytest.Cap
     assert "[3/4] schedule=work_stealing batch.size=1" in capsys.readouterr().out
 
 
+def test_multirun_goes_on_after_a_combination_that_fails(quickstart, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = []
+
+    def fail(cfg) -> int:
+        seen.append(cfg.batch.size)
+        if cfg.batch.size == 2:
+            raise MkError("no room", hint="batch.size=1")
+        if cfg.batch.size == 3:
+            raise ValueError("a defect")
+        return 1 if cfg.batch.size == 4 else 0
+
+    quickstart(fail)
+    assert front_door.main(["-m", "batch.size=1,2,3,4,5"]) == 2
+    assert seen == [1, 2, 3, 4, 5]
+    err = capsys.readouterr().err
+    assert "error: no room\nhint: batch.size=1\nerror: ValueError: a defect\nhint: " in err
+    assert err.splitlines()[-1] == "3 of 5 combinations failed: 2, 3, 4"
+
+
+def test_an_interrupt_ends_a_multirun(quickstart, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = []
+
+    def interrupt(cfg) -> int:
+        seen.append(cfg.batch.size)
+        raise KeyboardInterrupt
+
+    quickstart(interrupt)
+    assert front_door.main(["-m", "batch.size=1,2"]) == 130
+    assert seen == [1] and capsys.readouterr().err == "interrupted\n"
+
+
 def test_multirun_starts_nothing_when_one_combination_is_wrong(quickstart) -> None:
     seen = []
     quickstart(seen.append)
@@ -157,6 +191,26 @@ def test_an_experiment_without_its_file_is_named(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert front_door.main([]) == 2
     assert "experiments/quickstart.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("call", ["exists", "read_text"])
+def test_a_venv_that_cannot_be_read_is_one_line_and_a_hint(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of set-up; denied by a stand-in, as root may read everything."""
+    spec = importlib.util.spec_from_file_location("ci_setup", front_door.ROOT / ".ci" / "setup.py")
+    assert spec is not None and spec.loader is not None
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    monkeypatch.setattr(setup, "set_up", lambda *args: pytest.fail("must not get here"))
+
+    def denied(path: Path, *args: object) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setattr(Path, call, denied)
+    with pytest.raises(SystemExit) as caught:
+        setup.main(["--torch", "torch"])
+    error, hint = str(caught.value.code).splitlines()
+    assert error == f"error: no permission for {setup.STAMP}" and hint.startswith(f"hint: make {setup.VENV} yours")
 
 
 def make(*args: str) -> subprocess.CompletedProcess[str]:
