@@ -38,10 +38,11 @@ class Router(Protocol):
         ...
 
 
-def make_router(config: RoutingConfig, geometry: Geometry, rows: int) -> Router | None:
+def make_router(config: RoutingConfig, geometry: Geometry, rows: int, steps: int = 0) -> Router | None:
     """The configured mode for a batch of `rows`; None leaves the choice to the model's own router.
 
-    Raises MkError where the mode does not fit the geometry or the batch, naming the value.
+    Raises MkError where the mode does not fit the geometry or the batch, or does not last `steps` steps, naming the
+    value.
     """
     g = geometry
     if config.name == "checkpoint":
@@ -62,7 +63,9 @@ def make_router(config: RoutingConfig, geometry: Geometry, rows: int) -> Router 
     if config.name == "adversarial":
         return Pool(g, config.seed or 0, g.top_k if config.pattern == "all_same" else most)
     if config.name == "replay":
-        return Replay(Trace.load(Path(str(config.path))), g, rows)
+        replay = Replay(Trace.load(Path(str(config.path))), g, rows)
+        replay.require_steps(steps)
+        return replay
     raise MkError(f"unknown routing {config.name!r}")
 
 
@@ -161,15 +164,29 @@ class Replay:
         if self.trace.layers != g.sparse_layers:
             raise MkError(
                 f"routing=replay: the trace has layers {list(self.trace.layers)}, the model routes on layers "
-                f"{list(g.sparse_layers)}"
+                f"{list(g.sparse_layers)}",
+                hint="record one with this model: quickstart writes routing.npz in its run folder",
             )
         if ids.shape[3] != g.top_k or ids.max() >= g.experts:
             raise MkError(
                 f"routing=replay: the trace has {ids.shape[3]} ids a row up to {ids.max()}, the model chooses "
-                f"{g.top_k} of {g.experts} experts"
+                f"{g.top_k} of {g.experts} experts",
+                hint="record one with this model: quickstart writes routing.npz in its run folder",
             )
         if ids.shape[2] != self.rows:
-            raise MkError(f"routing=replay: the trace has {ids.shape[2]} rows, the batch {self.rows}")
+            raise MkError(
+                f"routing=replay: the trace has {ids.shape[2]} rows, the batch {self.rows}",
+                hint=f"batch.size={ids.shape[2]}",
+            )
+
+    def require_steps(self, steps: int) -> None:
+        """Raises MkError when the trace ends before `steps` steps."""
+        has = len(self.trace.ids)
+        if steps > has:
+            raise MkError(
+                f"routing=replay: the trace has {has} steps, this run may take {steps}",
+                hint=f"experiment.new_tokens={has + 1} (prefill gives the first)",
+            )
 
     def __call__(self, layer: int, step: int, logits: Logits) -> Ids:
         steps = len(self.trace.ids)

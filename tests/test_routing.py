@@ -121,9 +121,9 @@ def test_the_machine_takes_the_ids_of_a_mode_and_replays_them(name: str, tmp_pat
 def test_a_trace_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.npz"
 
-    def refused(message: str, rows: int = 2) -> None:
+    def refused(message: str, rows: int = 2, steps: int = 0) -> None:
         with pytest.raises(MkError, match=message):
-            make_router(RoutingConfig("replay", path=str(path)), WIDE, rows)
+            make_router(RoutingConfig("replay", path=str(path)), WIDE, rows, steps)
 
     refused("no such file")
     path.write_text("nothing of the kind")
@@ -141,6 +141,8 @@ def test_a_trace_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     refused("up to 24")
     Trace(WIDE.sparse_layers, ids).save(path)
     refused("2 rows, the batch 3", rows=3)
+    refused("the trace has 5 steps, this run may take 6", steps=6)
+    assert make_router(RoutingConfig("replay", path=str(path)), WIDE, 2, steps=5)
 
 
 @pytest.mark.parametrize("distinct", [3, 17])
