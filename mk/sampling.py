@@ -41,13 +41,15 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise MkError(f"temperature={self.temperature} must be a finite number of at least 0")
+            raise MkError(
+                f"sampling.temperature={self.temperature} must be a finite number of at least 0", hint="0 is greedy"
+            )
         if self.top_k < 0:
-            raise MkError(f"top_k={self.top_k} must be at least 0 (0 = off)")
+            raise MkError(f"sampling.top_k={self.top_k} must be at least 0", hint="0 is off")
         if not 0 < self.top_p <= 1:
-            raise MkError(f"top_p={self.top_p} must lie in (0, 1]")
+            raise MkError(f"sampling.top_p={self.top_p} must lie in (0, 1]", hint="1 is off")
         if not 0 <= self.seed < 2**64:
-            raise MkError(f"seed={self.seed} must be an unsigned 64-bit number")
+            raise MkError(f"sampling.seed={self.seed} must be an unsigned 64-bit number", hint="sampling.seed=0")
 
 
 @lru_cache(maxsize=64)

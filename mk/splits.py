@@ -26,11 +26,14 @@ class SplitPolicy:
     def __post_init__(self) -> None:
         if self.split_keys % PAGE or self.split_keys <= 0:
             raise MkError(
-                f"split_keys={self.split_keys} is not a positive multiple of the page of {PAGE} tokens",
+                f"engine.attention.split_keys={self.split_keys} is not a positive multiple of the page, {PAGE} tokens",
                 hint=f"engine.attention.split_keys={max(1, round(self.split_keys / PAGE)) * PAGE}",
             )
         if self.max_splits < 1:
-            raise MkError(f"max_splits={self.max_splits} must be at least 1", hint="engine.attention.max_splits=64")
+            raise MkError(
+                f"engine.attention.max_splits={self.max_splits} must be at least 1",
+                hint="engine.attention.max_splits=64",
+            )
 
     def size(self, visible: int) -> int:
         """Keys of one split when `visible` keys are seen. A window unaligned to the split touches one split more."""

@@ -197,5 +197,6 @@ def test_keys_order_like_the_floats() -> None:
     ],
 )
 def test_parameters_out_of_range_are_named(field: str, value: float) -> None:
-    with pytest.raises(MkError, match=f"{field}="):
+    with pytest.raises(MkError, match=f"^sampling.{field}=") as caught:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.hint

@@ -67,8 +67,8 @@ class StepShape:
         for name in ("attention_claimers", "moe_claimers"):
             if not 0 <= getattr(self, name) <= self.n_sm:
                 raise MkError(
-                    f"{name}={getattr(self, name)} must lie in 0..{self.n_sm}",
-                    hint=f"an SM is one claimer, and there are {self.n_sm} (gpu.sms)",
+                    f"schedule.{name}={getattr(self, name)} must lie in 0..{self.n_sm}",
+                    hint=f"schedule.{name}={self.n_sm}: an SM is one claimer, and gpu.sms={self.n_sm}",
                 )
         object.__setattr__(self, "layout", WeightLayout(self.geometry))
 

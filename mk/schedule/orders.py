@@ -19,11 +19,14 @@ def check_order(waves: Sequence[str]) -> tuple[str, ...]:
     added = {op.wave for op in ISA.rows.values()} - set(WAVE_NAMES)
     unknown = [wave for wave in waves if wave not in LAYER_WAVES and wave not in added]
     if unknown:
-        raise MkError(f"unknown wave {unknown[0]!r} in the wave order", hint=f"waves are {', '.join(LAYER_WAVES)}")
+        raise MkError(f"wave_order.waves: unknown wave {unknown[0]!r}", hint=f"waves are {', '.join(LAYER_WAVES)}")
     missing = [wave for wave in LAYER_WAVES if wave not in waves]
     if missing:
-        raise MkError(f"the wave order leaves out {', '.join(missing)}", hint="a plan leaves waves empty by itself")
+        raise MkError(
+            f"wave_order.waves leaves out {', '.join(missing)}",
+            hint=f"add {missing[0]}: every wave stands in the order, even one that a plan leaves empty",
+        )
     twice = [wave for wave in waves if list(waves).count(wave) > 1 and wave not in PARTED_WAVES]
     if twice:
-        raise MkError(f"wave {twice[0]!r} stands twice in the wave order", hint=f"only {', '.join(PARTED_WAVES)} may")
+        raise MkError(f"wave_order.waves: {twice[0]!r} stands twice", hint=f"only {', '.join(PARTED_WAVES)} may")
     return tuple(waves)
