@@ -21,7 +21,7 @@ def text_prompts(tokenizer: Tokenizer, texts: Sequence[str], rows: int) -> list[
         )
     for row, text in enumerate(texts):
         if not text:
-            raise MkError(f"prompt {row} is empty", hint="experiment.prompt='def main():'")
+            raise MkError(f"experiment.prompt: prompt {row} is empty", hint="'experiment.prompt=\"def main():\"'")
     encoded = [tokenizer.encode(text, bos=True) for text in texts]
     return encoded * rows if len(encoded) == 1 else encoded
 

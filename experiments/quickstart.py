@@ -17,41 +17,49 @@ from experiments.quickstart_report import Decoded, Report, indent
 from mk.config import Config
 from mk.decode import Decoder, Request
 from mk.engines import make_engine, require_engine
-from mk.errors import MkError
 from mk.model.opening import Model, open_model
 from mk.model.packing import WeightLayout
+from mk.routing import make_router
 from mk.runs import RunFolder
 from mk.sampling import SamplingParams
 
 Prompts = Sequence[Sequence[int]]
+RAGGED = "-ragged"  # in the file names of the second batch
 
 
 def main(cfg: Config) -> int:
     """Exit status: 0, or 1 when a token differs from the oracle's."""
-    settings = cfg.experiment
-    if settings.new_tokens < 1:
-        raise MkError(f"experiment.new_tokens={settings.new_tokens} must be at least 1")
-    require_engine(cfg.engine.name)  # an engine that is not here is refused before anything is loaded,
+    new_tokens, sampled = cfg.experiment.new_tokens, cfg.sampling
+    require_engine(cfg, cfg.batch.size)  # an engine that is not here is refused before anything is loaded,
     with tempfile.TemporaryDirectory(prefix="mk-") as scratch:
         model = open_model(cfg.model, cfg.weights, Path(scratch))
-        prompts = _first_batch(cfg, model)
-        decoder = _decoder(cfg, model, prompts)  # a plan that does not fit before there is a run folder
-        with RunFolder.create(cfg) as run:
+        make_router(cfg.routing, model.geometry, cfg.batch.size, steps=new_tokens - 1)  # a routing before packing,
+        batches = _batches(cfg, model)
+        decoders = {suffix: _decoder(cfg, model, prompts) for suffix, prompts in batches.items()}
+        sampling = SamplingParams(sampled.temperature, sampled.top_k, sampled.top_p, sampled.seed)
+        with RunFolder.create(cfg) as run:  # and the rest before there is a run folder
             report = Report(cfg, run, model)
             report.header()
-            report.add(_decode(cfg, model, decoder, prompts))
-            if cfg.batch.size == 1 and settings.ragged:
-                prompts = sample_prompts(model.tokenizer, settings.ragged)
-                report.add(_decode(cfg, model, _decoder(cfg, model, prompts), prompts), "-ragged")
+            for suffix, prompts in batches.items():
+                requests = [Request(prompt, new_tokens, sampling) if prompt else None for prompt in prompts]
+                report.add(_decode(model, decoders[suffix], requests), suffix)
+            if cfg.batch.size == 1 and cfg.experiment.ragged and RAGGED not in batches:
+                print("\nno ragged batch: the trace of routing=replay is of a single row")
             print(f"\nrun folder: {run.path}")
             return 0 if report.agree else 1
+
+
+def _batches(cfg: Config, model: Model) -> dict[str, Prompts]:
+    """The prompts of every batch, by the suffix of its files. A recorded trace fits the rows of the first one alone."""
+    batches = {"": _first_batch(cfg, model)}
+    if cfg.batch.size == 1 and cfg.experiment.ragged and cfg.routing.name != "replay":
+        batches[RAGGED] = sample_prompts(model.tokenizer, cfg.experiment.ragged)
+    return batches
 
 
 def _first_batch(cfg: Config, model: Model) -> Prompts:
     """The prompts of the configured batch; an empty one is an inactive row."""
     if cfg.batch.contexts is not None:
-        if not any(cfg.batch.contexts):
-            raise MkError("batch.contexts: every row is inactive", hint="give at least one row a context")
         return sample_prompts(model.tokenizer, cfg.batch.contexts)
     settings = cfg.experiment
     return text_prompts(model.tokenizer, settings.prompts or [settings.prompt], cfg.batch.size)
@@ -67,24 +75,22 @@ def _decoder(cfg: Config, model: Model, prompts: Prompts) -> Decoder:
     return Decoder(engine, model.tokenizer.eos)
 
 
-def _decode(cfg: Config, model: Model, decoder: Decoder, prompts: Prompts) -> Decoded:
+def _decode(model: Model, decoder: Decoder, requests: Sequence[Request | None]) -> Decoded:
     """Prefill and decode one batch, showing text as it comes (batch 1) or a bar (more rows)."""
-    s, new_tokens = cfg.sampling, cfg.experiment.new_tokens
-    params = SamplingParams(s.temperature, s.top_k, s.top_p, s.seed)
-    requests = [Request(prompt, new_tokens, params) if prompt else None for prompt in prompts]
     decoded = Decoded(decoder.engine, requests)
-    print(f"\nbatch {len(prompts)}, context {', '.join(str(len(prompt)) for prompt in prompts)}", flush=True)
+    contexts = ["0" if request is None else str(len(request.prompt)) for request in requests]
+    print(f"\nbatch {len(requests)}, context {', '.join(contexts)}", flush=True)
     started = time.perf_counter()
-    with progress("prefill", len(prompts)) as done:
+    with progress("prefill", len(requests)) as done:
         for row, request in decoded.rows:
             decoder.add(request, row)
             done(row + 1)
     decoded.prefill_s = time.perf_counter() - started
     started = time.perf_counter()
-    if len(prompts) == 1:
+    if len(requests) == 1:
         _stream(decoder, model, decoded)
     else:
-        with progress("decode", new_tokens - 1) as done:
+        with progress("decode", max(request.max_tokens for _, request in decoded.rows) - 1) as done:
             for out in decoder.run():
                 decoded.outputs.append(out)
                 done(len(decoded.outputs))
@@ -93,12 +99,15 @@ def _decode(cfg: Config, model: Model, decoder: Decoder, prompts: Prompts) -> De
 
 
 def _stream(decoder: Decoder, model: Model, decoded: Decoded) -> None:
-    """Print the prompt and, as tokens complete some text, the continuation."""
+    """Print the prompt and, as tokens complete some text, the continuation; the line ends whatever breaks it off."""
     (_, request), *_ = decoded.rows
     text = model.tokenizer.stream()
     prompt = model.tokenizer.decode(request.prompt, skip_special=True)
-    print("  | " + indent(prompt + text.step(request.tokens[0])), end="", flush=True)
-    for out in decoder.run():
-        decoded.outputs.append(out)
-        print(indent(text.step(request.tokens[-1])), end="", flush=True)
-    print(indent(text.finish()), flush=True)
+    try:
+        print("  | " + indent(prompt + text.step(request.tokens[0])), end="", flush=True)
+        for out in decoder.run():
+            decoded.outputs.append(out)
+            print(indent(text.step(request.tokens[-1])), end="", flush=True)
+        print(indent(text.finish()), end="")
+    finally:
+        print(flush=True)  # an error's text begins a line of its own

@@ -62,7 +62,7 @@ class Report:
 
     def __init__(self, cfg: Config, run: RunFolder, model: Model) -> None:
         self.cfg, self.run, self.model = cfg, run, model
-        self.engine = engine_name(cfg.engine, model.geometry)
+        self.engine = engine_name(cfg, model.geometry, cfg.batch.size)
         self.dtype = "bfloat16" if self.engine == "cuda" or cfg.engine.numerics == "kernel" else "float32"
         self.agree = True  # no token has differed yet
         self._oracle: GreedyOracle | None = None

@@ -10,6 +10,7 @@ import importlib.metadata
 import itertools
 import json
 import platform
+import shutil
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
@@ -54,7 +55,12 @@ class RunFolder:
         }
         (path / "config.yaml").write_text(to_yaml(cfg))
         (path / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-        return cls(path, cfg, meta, make_logger(cfg, path))
+        try:
+            logger = make_logger(cfg, path)
+        except MkError:
+            shutil.rmtree(path)  # nothing has run
+            raise
+        return cls(path, cfg, meta, logger)
 
     def row(self, *, engine: str, dtype: str, context: list[int], checks: dict[str, bool], **more: Any) -> Row:
         """A row of this run: the given fields, the configuration's axes, and where and from which code it ran.

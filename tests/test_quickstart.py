@@ -153,6 +153,42 @@ def test_the_trace_of_a_run_is_replayed(folder: Path, tmp_path: Path, capsys: py
     with np.load(recorded / "routing.npz") as a, np.load(again / "routing.npz") as b:
         assert a["ids"].shape == (5, len(GEOMETRY.sparse_layers), 2, GEOMETRY.top_k)
         assert (a["ids"] == b["ids"]).all()
+    (tmp_path / "c").mkdir()
+    with pytest.raises(MkError, match="the trace has 5 steps, this run may take 6"):
+        quickstart(tmp_path / "c", capsys, *tiny(folder, *replay, "experiment.new_tokens=7"))
+    assert not list((tmp_path / "c").iterdir())
+
+
+def test_a_replay_leaves_the_ragged_batch_out(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    *_, recorded = quickstart(tmp_path / "a", capsys, *tiny(folder, "experiment.ragged=[9,20]"))
+    assert (recorded / "routing-ragged.npz").exists()
+    replay = ("experiment.ragged=[9,20]", "routing=replay", f"routing.path={recorded / 'routing.npz'}")
+    status, out, _, again = quickstart(tmp_path / "b", capsys, *tiny(folder, *replay))
+    assert status == 0 and "no ragged batch: the trace of routing=replay is of a single row" in out
+    assert [row.batch for row in read_rows(again / "rows.jsonl")] == [1]
+
+
+@pytest.mark.parametrize("stop", [MkError("numbers are not finite"), KeyboardInterrupt()])
+def test_whatever_breaks_a_stream_off_its_line_ends(
+    stop: BaseException,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step, seen = Machine.step, []
+
+    def third(*args: Any) -> Any:
+        seen.append(1)
+        if len(seen) == 3:
+            raise stop
+        return step(*args)
+
+    monkeypatch.setattr(Machine, "step", third)
+    with pytest.raises(type(stop)):
+        quickstart(tmp_path, capsys, *tiny(folder))
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith("  | ") and out.endswith("\n")
 
 
 def test_the_reference_engine_needs_no_schedule(
@@ -182,6 +218,12 @@ def test_one_token_is_prefill_alone(folder: Path, tmp_path: Path, capsys: pytest
         (["experiment.prompt=''"], "prompt 0 is empty"),
         (["batch.size=3", "experiment.prompts=[a,b]"], r"experiment.prompts has 2 entries for batch.size=3"),
         (["batch.size=2", "batch.contexts=[0,0]"], "every row is inactive"),
+        (["experiment.ragged=[5,1020]"], "a context of 1025 tokens exceeds the model's max_positions=1024"),
+        (["sampling.seed=-1"], "sampling.seed=-1 must be an unsigned 64-bit number"),
+        (["sampling.temperature=nan"], "sampling.temperature=nan is not a finite number"),
+        (["engine.attention.split_keys=100"], "engine.attention.split_keys=100 is not"),
+        (["engine.attention.max_splits=0"], "engine.attention.max_splits=0 must"),
+        (["wave_order=custom", "wave_order.waves=[qkv,router]"], "wave_order.waves leaves out topk"),
         (["batch.contexts=[1020]"], "a context of 1025 tokens exceeds the model's max_positions=1024"),
         (["schedule=work_stealing", "schedule.moe_claimers=9", "placement=round_robin"], "moe_claimers=9 must"),
         (["routing=replay", "routing.path=/does/not/exist"], "no such file"),
@@ -192,8 +234,9 @@ def test_a_wrong_input_is_refused_before_there_is_a_run_folder(
     folder: Path, tmp_path: Path, overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(MkError, match=message):
+    with pytest.raises(MkError, match=message) as caught:
         main(load_config([f"run_dir={tmp_path / 'runs'}", *tiny(folder, *overrides)]))
+    assert caught.value.hint
     assert not (tmp_path / "runs").exists()
 
 

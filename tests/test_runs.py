@@ -49,6 +49,16 @@ def test_no_commit_outside_a_repository(tmp_path: Path, monkeypatch: pytest.Monk
     assert git_commit() == ("none", False)
 
 
+def test_a_logger_that_cannot_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise MkError("W&B cannot start")
+
+    monkeypatch.setattr("mk.runs.make_logger", refuse)
+    with pytest.raises(MkError, match="cannot start"):
+        RunFolder.create(load_config(), root=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_runs_at_once_never_share_a_folder(tmp_path: Path) -> None:
     config = load_config()
     with ThreadPoolExecutor(8) as pool:
