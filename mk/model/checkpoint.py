@@ -67,9 +67,15 @@ def _locate(folder: Path, geometry: Geometry) -> dict[str, tuple[Any, str, _Part
         header = file.get_slice(name)
         shape, dtype = tuple(header.get_shape()), header.get_dtype()
         if shape != storable[name].shape:
-            raise MkError(f"{name}: has shape {list(shape)}, config.json implies {list(storable[name].shape)}")
+            raise MkError(
+                f"{name}: has shape {list(shape)}, config.json implies {list(storable[name].shape)}",
+                hint=f"weights and config.json of {folder} belong to different models, or one was edited",
+            )
         if dtype != _BF16:
-            raise MkError(f"{name}: is {dtype}, only {_BF16} weights are supported")
+            raise MkError(
+                f"{name}: is {dtype}, only {_BF16} weights are supported",
+                hint="use the bfloat16 release, or convert the folder to bfloat16",
+            )
         for tensor, part in storable[name].parts.items():
             if tensor in found:
                 raise MkError(f"{tensor}: stored twice, as {found[tensor][1]} and as {name}")

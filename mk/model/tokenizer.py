@@ -146,7 +146,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 def _load_backend(path: Path) -> tokenizers.Tokenizer:
     if not path.exists():
-        raise MkError(f"{path}: no such file")
+        raise MkError(f"{path}: no such file", hint="the tokenizer belongs beside config.json in the model's folder")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
