@@ -72,10 +72,7 @@ class CudaEngine:
         self, tokens: Sequence[int] | None, keys: Sequence[int], sampling: Sequence[SamplingParams]
     ) -> StepOutputs:
         self._fit(max(keys))
-        for row, length in enumerate(keys):
-            if length:
-                self.pages.release_window(row, length - 1)
-                self.pages.reserve(row, length)
+        self.pages.advance(keys)
         fed = self._sampled if tokens is None else tokens
         self.runtime.set_tables(self.pages.table.table)
         self.runtime.set_sequences(keys, [token if length else 0 for token, length in zip(fed, keys, strict=True)])

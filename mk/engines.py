@@ -99,10 +99,7 @@ class MachineEngine:
         self, tokens: Sequence[int] | None, keys: Sequence[int], sampling: Sequence[SamplingParams]
     ) -> StepOutputs:
         self._fit(max(keys))
-        for row, length in enumerate(keys):
-            if length:
-                self.pages.release_window(row, length - 1)
-                self.pages.reserve(row, length)
+        self.pages.advance(keys)
         try:
             return self.machine.step(StepInputs(tokens, keys, self.pages.table, list(sampling)))
         except MkError:

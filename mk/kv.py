@@ -116,6 +116,16 @@ class PageAllocator:
         visible = first_visible(keys + 1, self.geometry.window_keys if window is None else window)
         return self._release(slot, "sliding", visible // PAGE)
 
+    def advance(self, keys: Sequence[int]) -> None:
+        """Room for one decode step: slot i is about to hold keys[i] tokens, 0 = inactive.
+
+        Window pages that the step no longer sees are given back first. Raises MkError as `reserve` does.
+        """
+        for slot, length in enumerate(keys):
+            if length:
+                self.release_window(slot, length - 1)
+                self.reserve(slot, length)
+
     def free(self, slot: int) -> None:
         """Give back every page of a slot; its next sequence starts empty."""
         for kind in KINDS:

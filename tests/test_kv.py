@@ -93,6 +93,19 @@ def test_a_decode_never_holds_more_than_the_window_and_two_halves() -> None:
         assert set(visible) <= set(held(pages, "sliding", 0))
 
 
+def test_a_batch_advances_row_by_row() -> None:
+    """Pages held after each step are those that its query sees, inactive slots hold none, none is lost."""
+    pages = allocator()
+    for step in range(300):
+        keys = [step + 1, 0, max(0, step - 99)]  # the last slot joins later
+        pages.advance(keys)
+        for slot, length in enumerate(keys):
+            blocks = list(range(-(-length // PAGE)))
+            assert held(pages, "full", slot) == blocks
+            assert held(pages, "sliding", slot) == blocks[first_visible(length, 128) // PAGE :]
+        check(pages)
+
+
 def test_freed_pages_are_used_again() -> None:
     pages = allocator(full=4)
     pages.reserve(0, 4 * PAGE)
