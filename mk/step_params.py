@@ -66,6 +66,5 @@ def buffer_shapes(g: Geometry, policy: SplitPolicy, sms: int) -> dict[str, tuple
         "status": (i32, (MAX_ROWS,)),
         "abort_word": (i32, (1,)),
         "stalls": (i32, (sms, 8)),
-        "cycles": (i64, (sms, 32, 8)),
-        "step_time": (i64, (2,)),
+        "cycles": (i64, (sms, 32, 7)),
     }

@@ -34,7 +34,6 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
     }
     for (int i = 0; i < TILES_RING; ++i) barrier_init(&s.tile_full[i], CONSUMERS), barrier_init(&s.tile_empty[i], 1);
     fence_barrier_init();
-    if (blockIdx.x == 0) p.step_time[0] = nanoseconds();
   }
 #ifdef MK_PROFILE
   for (int i = threadIdx.x; i < static_cast<int>(sizeof(Profile) / 8); i += THREADS)

@@ -60,8 +60,7 @@ struct StepParams {
   // safety
   uint32_t* abort_word;
   StallRecord* stalls;    // [n_sm]
-  long long* cycles;      // [n_sm][32][8] of a profile build, else null
-  uint64_t* step_time;    // [2] device nanoseconds: start, end
+  long long* cycles;      // [n_sm][32][7] of a profile build, else null
   uint64_t time_limit_ns;
   uint32_t epoch;
   int rows, n_sm, n_queues, table_stride, window_slots;

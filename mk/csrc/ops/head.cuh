@@ -58,5 +58,4 @@ DEVICE void sample(const StepParams& p, const Shared& s, const Place& at) {
       if (p.advance) p.keys[row] = s.keys[row] + 1;
     }
   }
-  if (at.lane == 0) p.step_time[1] = nanoseconds();
 }
