@@ -37,6 +37,7 @@ from mk.runs import RunFolder
 from mk.runtime import Runtime
 from mk.schedule.lower import Program
 from mk.step_params import MAX_ROWS
+from mk.trace import TRACE_DEFINE, StepTrace, causes_table, records_of
 
 KV_STD = 0.01
 SPARE_PAGES = 8  # that no sequence gets; they hold NaN while steps are timed
@@ -76,7 +77,7 @@ def main(cfg: Config) -> int:
     programs = {rows: Programs(geometry, rows, plan).get(bucket) for rows in {1, *settings.batches}}
     total = settings.warmup + settings.steps
     routes = {rows: forced_ids(cfg.routing, geometry, rows, total) for rows in settings.batches}
-    runtime = _runtime(cfg, library, source)
+    runtime = _runtime(cfg, library, _pack(source))
     with RunFolder.create(cfg) as run:
         outcomes = _check(runtime, source, programs, settings.batches, settings.check_tokens)
         rows = []
@@ -85,6 +86,9 @@ def main(cfg: Config) -> int:
             rows.append(_row(cfg, run, library, programs[batch], timing, outcomes[batch]))
             run.append_row(rows[-1])
             print(_line(rows[-1]), flush=True)
+        if settings.trace:
+            for batch in settings.batches:
+                _trace(cfg, run, runtime.weights, programs[batch], routes[batch])
         print(f"\n{_table(cfg, rows)}\nrun folder: {run.path}")
     return 0
 
@@ -154,14 +158,18 @@ def _open_weights(cfg: Config) -> WeightSource:
     return RandomWeights(geometry, cfg.weights.seed or 0, DEVICE, qk_scale=cfg.weights.qk_scale or 1.0)
 
 
-def _runtime(cfg: Config, library: Library, source: WeightSource) -> Runtime:
-    settings, g = cfg.experiment, source.geometry
-    started = time.perf_counter()
+def _pack(source: WeightSource) -> PackedWeights:
+    g, started = source.geometry, time.perf_counter()
     with progress("pack weights", len(WeightLayout(g).entries())) as done:
         weights = PackedWeights.from_state(source.tensor, g, DEVICE, lambda packed, _: done(packed))
     torch.cuda.synchronize()
     print(f"packed {weights.layout.nbytes / 1e9:.1f} GB in {time.perf_counter() - started:.1f} s", flush=True)
     torch.cuda.empty_cache()
+    return weights
+
+
+def _runtime(cfg: Config, library: Library, weights: PackedWeights, trace_records: int = 0) -> Runtime:
+    settings, g = cfg.experiment, weights.geometry
     longest = settings.context + settings.steps
     blocks = blocks_of(longest)
     rows = max(settings.batches)
@@ -171,7 +179,8 @@ def _runtime(cfg: Config, library: Library, source: WeightSource) -> Runtime:
     ring = cfg.engine.ring
     if ring.slots != library.open().mk_ring_slots():
         raise MkError(f"engine.ring.slots={ring.slots}, the kernel has {library.open().mk_ring_slots()}")
-    return Runtime(library, weights, pages, blocks, longest, ring.window_kb // SLOT_KB)
+    window = ring.window_kb // SLOT_KB
+    return Runtime(library, weights, pages, blocks, longest, window, trace_records=trace_records)
 
 
 def measure(
@@ -219,6 +228,21 @@ def measure(
     times = np.array([a.elapsed_time(b) for a, b in itertools.pairwise(events)])
     p10, p50, p90 = (float(np.percentile(times, p)) for p in (10, 50, 90))
     return Timing(p10, p50, p90, float(times.mean()), wall, distinct_experts(taken[warmup:, :, :rows], g))
+
+
+def _trace(cfg: Config, run: RunFolder, weights: PackedWeights, program: Program, forced: Tensor | None) -> None:
+    """A few steps of a trace build: its own p50, the causes as a table, and the last step as a timeline."""
+    library = build(program.shape.geometry, program.shape.splits, defines=(TRACE_DEFINE,))
+    runtime = _runtime(cfg, library, weights, records_of(program))
+    settings = cfg.experiment
+    timing = measure(runtime, program, forced, settings.context, min(settings.steps, 32), settings.warmup)
+    step = StepTrace.read(runtime["trace"])
+    path = run.path / f"trace_batch{program.shape.rows}.json"
+    step.perfetto(path)
+    causes = causes_table(step.causes(), program.shape.geometry.layers)
+    print(
+        f"\nbatch {program.shape.rows}, trace build: p50 {timing.p50:.4f} ms; timeline in {path}\n{causes}", flush=True
+    )
 
 
 def _row(cfg: Config, run: RunFolder, library: Library, program: Program, timing: Timing, outcome: Outcome) -> Row:

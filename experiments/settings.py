@@ -53,3 +53,4 @@ class DecodeThroughput:
     steps: int  # timed
     warmup: int  # steps before them
     check_tokens: int  # decoded by the checks that go before the timing
+    trace: bool  # then also run a trace build: where a step's time goes, and a timeline for Perfetto

@@ -46,6 +46,7 @@ class Library:
     splits: SplitPolicy
     registers: int  # a thread
     spill_bytes: int  # stores and loads
+    stack_bytes: int  # a thread's local memory: arrays that an index keeps out of registers
 
     def open(self) -> ctypes.CDLL:
         """The loaded library. Needs no GPU: sizes can be asked for on any machine."""
@@ -139,8 +140,8 @@ def build(
     recipe = _recipe(geometry, splits, cache, defines)
     if not (recipe.folder / "libmk.so").is_file():
         _compile(recipe)
-    registers, spills = _resources((recipe.folder / "ptxas.log").read_text())
-    return Library(recipe.folder / "libmk.so", recipe.folder.name, geometry, splits, registers, spills)
+    resources = _resources((recipe.folder / "ptxas.log").read_text())
+    return Library(recipe.folder / "libmk.so", recipe.folder.name, geometry, splits, *resources)
 
 
 def is_built(geometry: Geometry, split_keys: int, max_splits: int, cache: Path | None = None) -> bool:
@@ -213,8 +214,9 @@ def _compile(recipe: _Recipe) -> None:
                 raise
 
 
-def _resources(log: str) -> tuple[int, int]:
-    """Registers a thread and spilled bytes, from the assembler's report; the worst of all functions."""
+def _resources(log: str) -> tuple[int, int, int]:
+    """Registers a thread, spilled bytes and stack bytes, from the assembler's report; the worst of all functions."""
     registers = max((int(n) for n in re.findall(r"Used (\d+) registers", log)), default=0)
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log))
-    return registers, spills
+    stack = max((int(n) for n in re.findall(r"(\d+) bytes stack frame", log)), default=0)
+    return registers, spills, stack

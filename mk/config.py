@@ -171,7 +171,7 @@ class RingConfig:
         if not 8 <= self.window_kb <= 8 * self.slots:
             raise MkError(
                 f"engine.ring.window_kb={self.window_kb} must lie in 8..{8 * self.slots} (slots x 8 KB)",
-                hint=f"engine.ring.window_kb={min(40, 8 * self.slots)}",
+                hint=f"engine.ring.window_kb={min(64, 8 * self.slots)}",
             )
         if self.window_kb % 8:
             raise MkError(

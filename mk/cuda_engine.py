@@ -39,7 +39,7 @@ class CudaEngine:
         context: int,
         chunk: int = 512,
         seed: int = 0,
-        window_slots: int = 5,
+        window_slots: int = 8,
         device: str = "cuda",
     ) -> None:
         """weights: on the CPU, where prefill reads them; the kernel gets its own copy. seed: orders the pages.
@@ -103,4 +103,3 @@ class CudaEngine:
         ids = rt["route_ids"][:, : self.rows].cpu().numpy().astype(np.int64)
         routed = {layer: np.where(active[:, None], ids[layer], -1) for layer in g.sparse_layers}
         return StepOutputs(drawn, status, logits, routed)
-

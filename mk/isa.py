@@ -5,9 +5,11 @@ that says what each word means; the C header the kernel is built with is generat
 
 Rules that every executor keeps:
 
-* An SM runs its list strictly in order. Weights may be streamed ahead of the tasks that use them; nothing else may.
+* An SM runs two *tracks*, lists of descriptors: its main one, and one *aside* for operations that need neither the
+  weight ring nor buffers private to the SM (`Op.aside`). Each is run strictly in order; between the two, as between
+  SMs, only counters order anything. Weights may be streamed ahead of the tasks that use them; nothing else may.
 * A task first waits (up to two counters), then reads, then writes, then signals (at most one counter). Its signal
-  releases everything this SM wrote before it, not only this task's own writes.
+  releases everything this track wrote before it, not only this task's own writes.
 * Counters only grow. A wait is reached when `(int32)(value - target) >= 0` with
   `target = epoch * WAIT*_STEP + WAIT*_COUNT`, where `epoch` counts steps since the counters were cleared and
   `WAIT*_STEP` is what the counter gains in a step. So nothing is zeroed between steps and wrap-around is harmless.
@@ -90,7 +92,7 @@ class Buffer(IntEnum):
     X1 = 1  # the same for odd layers
     QKV = 2  # q and this token's k and v after RoPE; unit = strip of the fused projection
     PARTIAL = 3  # attention split results (max, sum, O); unit = (row, kv head, split)
-    ATTN_OUT = 4  # merged heads, bf16 [rows, q_width]; unit = (row, query head)
+    ATTN_OUT = 4  # merged heads, bf16 [rows, q_width]; unit = (row, query head, 32 dims)
     ROUTER_PART = 5  # partial router logits; unit = (k slot, strip)
     ROUTE = 6  # ids, weights and expert mask of this layer; one unit, private to the SM
     HIDDEN = 7  # silu(gate)*up, bf16 [experts, rows, ffn]; unit = (expert, strip)
@@ -136,6 +138,7 @@ class Op:
     reads, writes: the regions of a task.
     phase: tiles are found at run time.
     everywhere: task i belongs to SM i (a phase shared by all SMs, or work each SM repeats for itself).
+    aside: its tasks stand in the track beside the SM's main one, so that their waits hold up nothing else there.
     """
 
     opcode: int
@@ -146,6 +149,7 @@ class Op:
     writes: tuple[Access, ...] = ()
     phase: bool = False
     everywhere: bool = False
+    aside: bool = False
     doc: str = ""
 
 
@@ -159,6 +163,8 @@ class InstructionSet:
         """Register a row; opcode and name must be new."""
         if op.opcode in self.rows or any(op.name == other.name for other in self.rows.values()):
             raise ValueError(f"opcode {op.opcode} or operation name {op.name!r} is already taken")
+        if op.aside and any(access.buffer in LOCAL_BUFFERS for access in (*op.reads, *op.writes)):
+            raise ValueError(f"operation {op.name!r} is aside and touches a buffer that only the main track sees")
         self.rows[op.opcode] = op
         return op
 

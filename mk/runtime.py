@@ -23,7 +23,7 @@ from mk.model.packing import PackedWeights
 from mk.model.reference import rope_table
 from mk.schedule.lower import Program
 from mk.stalls import describe_stall
-from mk.step_params import COUNTER_STRIDE, KV_BLOCK, MAX_ROWS, MAX_WINDOW, OWNED, StepParams, buffer_shapes
+from mk.step_params import COUNTER_STRIDE, KV_BLOCK, MAX_ROWS, MAX_WINDOW, MIN_WINDOW, OWNED, StepParams, buffer_shapes
 
 
 class StepAborted(MkError):
@@ -53,12 +53,14 @@ class Runtime:
         pages: Mapping[str, int],
         max_blocks: int,
         max_positions: int,
-        window_slots: int = 5,
+        window_slots: int = 8,
         time_limit_s: float = 2.0,
+        trace_records: int = 0,
     ) -> None:
         """pages: physical pages of each pool. max_blocks: blocks of a sequence. max_positions: longest context.
 
-        window_slots: 8 KB copies an SM may have outstanding. time_limit_s: of every wait inside a step.
+        window_slots: 8 KB copies an SM may have outstanding. time_limit_s: of every wait inside a step. trace_records:
+        room an SM for a trace build's records (`mk/trace.py`), which each step overwrites.
         Raises MkError for a device or a library that does not fit.
         """
         self.weights, self.geometry = weights, weights.geometry
@@ -68,10 +70,10 @@ class Runtime:
             raise MkError(f"{self.facts.name} has compute capability {major}.{minor}, the kernel is built for 9.0")
         if library.geometry != self.geometry:
             raise MkError("the library was built for another model geometry than that of the weights")
-        if not 1 <= window_slots <= MAX_WINDOW:
+        if not MIN_WINDOW <= window_slots <= MAX_WINDOW:
             raise MkError(
-                f"a window of {window_slots} slots must lie in 1..{MAX_WINDOW}",
-                hint=f"engine.ring.window_kb={8 * MAX_WINDOW} is the most",
+                f"a window of {window_slots} slots must lie in {MIN_WINDOW}..{MAX_WINDOW}",
+                hint=f"engine.ring.window_kb from {8 * MIN_WINDOW} to {8 * MAX_WINDOW}",
             )
         self.splits, self.build_hash = library.splits, library.build_hash
         self.library = library.open()
@@ -95,6 +97,10 @@ class Runtime:
         self.params.time_limit_ns = int(time_limit_s * 1e9)
         self.params.table_stride = max_blocks
         self._allocate(pages)
+        if trace_records:
+            records = torch.zeros(self.facts.sms, trace_records, 16, dtype=torch.int32, device=self.device)
+            self._own("trace", records)
+            self.params.trace_records = trace_records
         self.stream.wait_stream(torch.cuda.current_stream())
 
     def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

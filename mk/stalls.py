@@ -8,7 +8,7 @@ import numpy.typing as npt
 from mk.isa import ISA
 from mk.schedule.lower import Program
 
-ROLES = ("consumer", "controller", "producer", "storer")
+ROLES = ("consumer", "controller", "producer", "storer", "warp aside")
 SHOWN = 3  # stalled SMs told of
 
 Ints = npt.NDArray[np.int32]

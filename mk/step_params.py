@@ -15,7 +15,8 @@ from mk.splits import SplitPolicy
 
 MAX_ROWS = 8
 OWNED = 4  # residual strips an SM can keep the sums of
-MAX_WINDOW = 10  # ring slots that may be in flight; why is in gemm.cuh
+MAX_WINDOW = 9  # ring slots that may be in flight; why is in gemm.cuh
+MIN_WINDOW = 4  # the slots that a producer issues at once
 COUNTER_STRIDE = 32  # words: a counter has a 128-byte line of its own
 KV_BLOCK = PAGE * 128  # elements of K or V of one page, layer and head
 
@@ -38,7 +39,7 @@ class StepParams(ctypes.Structure):
 
 def buffer_shapes(g: Geometry, policy: SplitPolicy, sms: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """dtype and shape of every buffer that starts as zeros, by its name in the struct."""
-    bf16, f32, i32, i64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+    bf16, f32, i32 = torch.bfloat16, torch.float32, torch.int32
     experts, splits = max(1, g.experts), policy.max_splits + 1
 
     def pad(k: int) -> int:
@@ -66,5 +67,4 @@ def buffer_shapes(g: Geometry, policy: SplitPolicy, sms: int) -> dict[str, tuple
         "status": (i32, (MAX_ROWS,)),
         "abort_word": (i32, (1,)),
         "stalls": (i32, (sms, 8)),
-        "cycles": (i64, (sms, 32, 7)),
     }

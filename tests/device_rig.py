@@ -115,4 +115,4 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
 
 
 def fake_build(geometry: Geometry, splits: SplitPolicy = SplitPolicy()) -> Library:
-    return Library(Path("libmk.so"), "0123456789abcdef", geometry, splits, 168, 0)
+    return Library(Path("libmk.so"), "0123456789abcdef", geometry, splits, 168, 0, 0)

@@ -13,12 +13,13 @@ computes what any single one does, so one run of the interpreter then tells whet
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
 
-from mk.graph import StepShape
+from mk.graph import HEAD_PARTS, StepShape
 from mk.isa import ISA, Buffer, Word
 from mk.schedule.lower import Program
 
@@ -38,17 +39,17 @@ class Order:
     other), the first task of each SM that cannot start."""
 
     def __init__(self, program: Program, steps: int = STEPS) -> None:
-        self.n_sm, self.steps = program.shape.n_sm, steps
+        self.tracks, self.steps = program.tracks, steps
         self.tasks = []
-        for sm in range(self.n_sm):
+        for track in range(self.tracks):
             rows = []
-            for w in program.sm(sm).tolist():
+            for w in program.track(track).tolist():
                 waits = [w[at : at + 3] for at in (Word.WAIT0, Word.WAIT1) if w[at] != -1]
                 rows.append((waits, w[Word.SIGNAL], w[Word.SIGNAL_VALUE]))
             self.tasks.append(rows)
         self.length = [len(rows) * steps for rows in self.tasks]
         self.n_counters = len(program.counters)
-        self.stopped = [self._with_stopped(sm) for sm in range(self.n_sm)]
+        self.stopped = [self._with_stopped(sm) for sm in range(self.tracks)]
 
     def _can_start(self, sm: int, at: int, values: list[int]) -> bool:
         step, index = divmod(at, len(self.tasks[sm]))
@@ -60,8 +61,8 @@ class Order:
             values[signal] += value
 
     def _with_stopped(self, stopped: int) -> np.ndarray:
-        at, values = [0] * self.n_sm, [0] * self.n_counters
-        others = [sm for sm in range(self.n_sm) if sm != stopped]
+        at, values = [0] * self.tracks, [0] * self.n_counters
+        others = [sm for sm in range(self.tracks) if sm != stopped]
         rows = []
 
         def run_others() -> None:
@@ -85,7 +86,7 @@ class Order:
         run_others()
         if at != self.length:
             raise Deadlock("the other SMs")
-        return np.array(rows, np.int64).reshape(-1, self.n_sm)
+        return np.array(rows, np.int64).reshape(-1, self.tracks)
 
 
 def find_race(program: Program, active: tuple[int, ...], steps: int = STEPS) -> str | None:
@@ -94,8 +95,8 @@ def find_race(program: Program, active: tuple[int, ...], steps: int = STEPS) -> 
     units: dict[Unit, int] = {}
     groups: dict[Unit | None, int] = {None: 0}
     rows: list[tuple[int, int, int, int, int]] = []
-    for sm in range(program.shape.n_sm):
-        tasks = [tuple(words) for words in program.sm(sm).tolist()]
+    for sm in range(program.tracks):
+        tasks = [tuple(words) for words in program.track(sm).tolist()]
         for step in range(steps):
             for index, words in enumerate(tasks):
                 for way, unit, group in touches(program.shape, words, sm, step, active):
@@ -191,11 +192,12 @@ def _touches(s: StepShape, w: tuple[int, ...], sm: int, step: int, active: tuple
         row, head = w[Word.ROW], w[Word.HEAD]
         for split in range(s.splits.most(s.bucket, s.window(layer))):
             yield read("partial", row, head // g.group, split)
-        yield write("attn", row, head)
+        for part in range(w[Word.TILE], w[Word.TILE] + w[Word.TILES]):
+            yield write("attn", row, head, part)
     elif op == "o_proj":
         for row in range(s.rows):
-            for head in range(g.q_heads):
-                yield read("attn", row, head)
+            for head, part in itertools.product(range(g.q_heads), range(HEAD_PARTS)):
+                yield read("attn", row, head, part)
         for strip in strips:
             yield "write", out(w[Word.DST], strip), None
     elif op == "router":
@@ -267,5 +269,5 @@ def _touches(s: StepShape, w: tuple[int, ...], sm: int, step: int, active: tuple
         for strip in range(-(-g.vocab // 16)):
             yield read("logits", strip)
         yield write("tokens")
-    else:
+    elif op != "prefetch":  # that touches weights alone
         raise AssertionError(f"the oracle does not know {op}")

@@ -113,11 +113,11 @@ def _(program: Program, rng: random.Random) -> Program:
 
 @kind("neighbours swapped")
 def _(program: Program, rng: random.Random) -> Program | None:
-    words, sm_of = program.words.copy(), program.sm_of
+    words, track_of = program.words.copy(), program.track_of
     # two tasks of one wave that neither wait nor signal are the same work in another order: leave most of those out
     apart = (words[1:, Word.OPCODE] != words[:-1, Word.OPCODE]) | (words[:-1, Word.WAIT0] != NONE)
     apart |= words[1:, Word.SIGNAL] != NONE
-    task = _pick(rng, (sm_of[1:] == sm_of[:-1]) & apart)
+    task = _pick(rng, (track_of[1:] == track_of[:-1]) & apart)
     if task is None:
         return None
     words[[task, task + 1]] = words[[task + 1, task]]
@@ -127,7 +127,7 @@ def _(program: Program, rng: random.Random) -> Program | None:
 @kind("task moved up")
 def _(program: Program, rng: random.Random) -> Program:
     words = program.words.copy()
-    sm = rng.choice([sm for sm in range(program.shape.n_sm) if np.diff(program.offsets)[sm] > 8])
+    sm = rng.choice([sm for sm in range(program.tracks) if np.diff(program.offsets)[sm] > 8])
     start, end = int(program.offsets[sm]), int(program.offsets[sm + 1])
     source = rng.randrange(start + 7, end)
     target = source - rng.randrange(2, 8)
@@ -137,7 +137,7 @@ def _(program: Program, rng: random.Random) -> Program:
 
 @kind("task on another SM")
 def _(program: Program, rng: random.Random) -> Program:
-    lists = [program.sm(sm).copy() for sm in range(program.shape.n_sm)]
+    lists = [program.track(track).copy() for track in range(program.tracks)]
     one, other = rng.sample(range(len(lists)), 2)
     at = rng.randrange(len(lists[one]))
     to = min(len(lists[other]), at + rng.randrange(-1, 2)) if at else 0
@@ -157,7 +157,7 @@ def _(program: Program, rng: random.Random) -> Program | None:
     if source is None or not idle:
         return None
     sm = rng.choice(idle)
-    later = np.flatnonzero(program.sm(sm)[:, Word.LAYER] > layer)
+    later = np.flatnonzero(program.track(sm)[:, Word.LAYER] > layer)
     to = int(program.offsets[sm]) + int(later[0]) + rng.randrange(3)
     copy = program.words[source].copy()
     copy[Word.FLAGS] = 0
@@ -186,7 +186,7 @@ def _(program: Program, rng: random.Random) -> Program | None:
     if task is None:
         return None
     offsets = program.offsets.copy()
-    offsets[program.sm_of[task] + 1 :] -= 1
+    offsets[program.track_of[task] + 1 :] -= 1
     return dataclasses.replace(program, words=np.delete(program.words, task, axis=0), offsets=offsets)
 
 
@@ -239,7 +239,7 @@ def _(program: Program, rng: random.Random) -> Program | None:
 @kind("signal early")
 def _(program: Program, rng: random.Random) -> Program | None:
     words, task = program.words.copy(), _a_signal(program, rng)
-    start = int(program.offsets[program.sm_of[task]])
+    start = int(program.offsets[program.track_of[task]])
     free = [t for t in range(max(start, task - 6), task) if words[t, Word.SIGNAL] == NONE]
     if not free:
         return None

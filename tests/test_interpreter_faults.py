@@ -45,14 +45,17 @@ def test_a_dropped_signal_stalls_and_is_named(op: str) -> None:
         decoding.step()
     name = loaded.counters[counter].name
     assert f"waits for counter {counter} ({name}), 1 short" in str(stalled.value)
-    assert "which no SM is left to signal" in str(stalled.value)
+    assert "which nobody is left to signal" in str(stalled.value)
     assert stalled.value.blocked
-    for sm, index, waits_for in stalled.value.blocked:
-        words = loaded.sm(sm)[index]
+    for track, index, waits_for in stalled.value.blocked:
+        words = loaded.track(track)[index]
         assert waits_for in (words[Word.WAIT0], words[Word.WAIT1])
-    sm, index, _ = stalled.value.blocked[0]
-    words = loaded.sm(sm)[index]
-    assert f"SM {sm} task {index} ({ISA.rows[int(words[Word.OPCODE])].name}.{words[Word.LAYER]})" in str(stalled.value)
+    track, index, _ = stalled.value.blocked[0]
+    words = loaded.track(track)[index]
+    assert (
+        f"{loaded.name_of(track)} task {index} ({ISA.rows[int(words[Word.OPCODE])].name}.{words[Word.LAYER]})"
+        in str(stalled.value)
+    )
 
 
 def test_a_signal_that_is_too_small_stalls_at_a_wrapping_epoch() -> None:

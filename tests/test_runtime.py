@@ -20,7 +20,7 @@ from mk.runtime import Runtime, StepAborted
 from mk.schedule.lower import Program
 from mk.splits import SplitPolicy
 from mk.stalls import describe_stall
-from mk.step_params import MAX_ROWS, MAX_WINDOW, OWNED
+from mk.step_params import MAX_ROWS, MAX_WINDOW, MIN_WINDOW, OWNED
 from tests.device_rig import H200, FakeLibrary, fake_build, fake_device, next_logits
 from tests.interpreter_rig import GEOMETRY, weights
 
@@ -71,9 +71,9 @@ def test_without_a_card_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch)
         DeviceFacts.read()
 
 
-@pytest.mark.parametrize("window", [0, MAX_WINDOW + 1])
+@pytest.mark.parametrize("window", [MIN_WINDOW - 1, MAX_WINDOW + 1])
 def test_a_window_that_could_overrun_the_ring_is_refused(fake_device: FakeLibrary, window: int) -> None:
-    with pytest.raises(MkError, match=f"window of {window} slots must lie in 1..{MAX_WINDOW}"):
+    with pytest.raises(MkError, match=f"window of {window} slots must lie in {MIN_WINDOW}..{MAX_WINDOW}"):
         Runtime(fake_build(GEOMETRY), weights(), PAGES, 4, KEYS, window_slots=window)
 
 

@@ -53,7 +53,7 @@ def test_no_tickets_without_a_clear_on_a_dense_layer() -> None:
     fewer = dataclasses.replace(
         program,
         words=np.delete(program.words, at, axis=0),
-        offsets=program.offsets - (np.arange(len(program.offsets)) > program.sm_of[at]).astype(np.int32),
+        offsets=program.offsets - (np.arange(len(program.offsets)) > program.track_of[at]).astype(np.int32),
     )
     said = refusal(fewer, "queue")
     assert "attn_drain.0" in said and "QUEUES queue 0" in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 import mk.schedule.lower
@@ -50,12 +51,34 @@ def test_a_wait_orders_only_after_signals_it_cannot_do_without() -> None:
 
 
 def test_a_wait_that_program_order_makes_needless() -> None:
-    """Whoever knows all of an SM's up projection to be done knows what stood before it in that SM's list."""
+    """Whoever knows all of an SM's O-proj to be done knows what stood before it in that SM's main track."""
     program = lowered()
     words = program.words
-    o_proj = words[(words[:, Word.OPCODE] == ISA.named("o_proj").opcode) & (words[:, Word.LAYER] == 2)]
-    assert len(o_proj) and (o_proj[:, Word.WAIT0] == NONE).all()
+    residual = words[(words[:, Word.OPCODE] == ISA.named("residual").opcode) & (words[:, Word.LAYER] == 2)]
+    waiting = residual[residual[:, Word.WAIT0] != NONE]
+    assert {program.counters[counter].name for counter in waiting[:, Word.WAIT0]} == {"oproj.2"}
+    assert len(waiting) and (residual[:, Word.WAIT1] == NONE).all()
     assert find_race(program, active=(0, 1, 2)) is None
+
+
+def test_what_stands_aside_is_known_through_its_counter_alone() -> None:
+    """O-proj stands behind the merge of the heads on the same SMs, and yet must wait for it."""
+    program = lowered()
+    words, merges = program.words, program.words[:, Word.OPCODE] == ISA.named("attn_combine").opcode
+    assert (program.track_of[merges] >= program.shape.n_sm).all() and (program.track_of[~merges] < 4).all()
+    at = find(program, "o_proj", 2, Word.WAIT0)
+    assert program.counters[words[at, Word.WAIT0]].name == "attn_combine.2"
+    said = refusal(edited(program, at, WAIT0=NONE, WAIT0_COUNT=0, WAIT0_STEP=0), "read")
+    assert "may read ATTN_OUT" in said and "aside" in said and "counter attn_combine.2 tells of it" in said
+
+
+def test_an_operation_in_the_wrong_track() -> None:
+    program = lowered()
+    tracks = [program.track(track) for track in range(program.tracks)]
+    tracks[0], tracks[4] = np.concatenate([tracks[0], tracks[4][:1]]), tracks[4][1:]
+    offsets = np.cumsum([0, *(len(tasks) for tasks in tracks)]).astype(np.int32)
+    moved = dataclasses.replace(program, words=np.concatenate(tracks), offsets=offsets)
+    assert "does not stand in its SM's second track" in refusal(moved, "word")
 
 
 def test_copies_that_nobody_waits_for_are_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,5 +154,5 @@ def test_wrong_words(op: str, change: dict[str, int], what: str) -> None:
 def test_lists_that_are_not_the_descriptors() -> None:
     program = lowered()
     for offsets in (program.offsets[:-1], program.offsets + 1, program.offsets[::-1].copy()):
-        assert "4 SMs" in refusal(dataclasses.replace(program, offsets=offsets), "word")
+        assert "8 tracks, two an SM" in refusal(dataclasses.replace(program, offsets=offsets), "word")
     assert "shape" in refusal(dataclasses.replace(program, words=program.words[:, :31]), "word")

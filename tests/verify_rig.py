@@ -62,6 +62,7 @@ def refusal(program: Program, kind: str) -> str:
 
 
 def place(program: Program, at: int) -> str:
-    """`SM 3 task 17`, computed from the offsets alone."""
-    sm = int(np.searchsorted(program.offsets, at, "right")) - 1
-    return f"SM {sm} task {at - program.offsets[sm]}"
+    """`SM 3 task 17` or `SM 3 aside task 1`, computed from the offsets alone."""
+    track, n_sm = int(np.searchsorted(program.offsets, at, "right")) - 1, program.shape.n_sm
+    name = f"SM {track} task" if track < n_sm else f"SM {track - n_sm} aside task"
+    return f"{name} {at - program.offsets[track]}"

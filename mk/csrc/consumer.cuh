@@ -1,83 +1,80 @@
 // The consumers: eight warps that multiply what the ring brings.
 #pragma once
 #include "ops/attention.cuh"
-#include "ops/combine.cuh"
 #include "ops/experts.cuh"
 #include "ops/router.cuh"
-#include "ops/topk.cuh"
 
 class Consumer {
  public:
   DEVICE Consumer(const StepParams& params, Shared& shared)
-      : p(params), s(shared), entries(shared, Guard(params, shared, ROLE_CONSUMER)),
-        st(shared, Guard(params, shared, ROLE_CONSUMER)) {}
+      : p(params), s(shared), g(params, shared, ROLE_CONSUMER), entries(shared, g), st(shared, g) {}
 
   DEVICE void run() {
-    while (entries.next()) {
-      if (entries.words[W_OPCODE] == OP_END) return;
-      if (!timed_work(entries.words)) break;
+    bool ok;
+    while ((ok = entries.next()) && entries.words[W_OPCODE] != OP_END) {
+      mark(T_TAKEN);
+      if (!(ok = work(entries.words))) break;
+      mark(T_DONE);
+      if (threadIdx.x == 0) {
+        trace_spent(p, s.tallies, entries.count, T_RING_EMPTY, SPENT_RING_EMPTY);
+        trace_spent(p, s.tallies, entries.count, T_TILE_FULL, SPENT_TILE_FULL);
+      }
       entries.release();
     }
-    entries.report();
+    if (!ok) entries.report();
+    g.finish();
   }
 
  private:
-  DEVICE bool opened() {
-    Spend spend(s.profile, SPENT_GO);
-    return entries.opened();
-  }
-  DEVICE bool timed_work(const int* d) {
-#ifdef MK_PROFILE
-    if (threadIdx.x == 0) s.profile.opcode = d[W_OPCODE];
-#endif
-    Spend spend(s.profile, SPENT_ALL);
-    return work(d);
+  DEVICE void mark(TraceWord word) const {
+    if (threadIdx.x == 0) trace_mark(p, entries.count, word);
   }
   DEVICE bool work(const int* d) {
-    switch (d[W_OPCODE]) {
-      case OP_QKV: case OP_DENSE_UP: case OP_LM_HEAD: case OP_MOE_UP:
-        return normed(d) && mma_strips<HIDDEN_SLOTS>(st, x_, d[W_TILES]);
-      case OP_ROUTER: return normed(d) && multiply_router(st, x_, d);
-      case OP_TOPK: {
-        int forced = replaced_id(p, d[W_LAYER]);
-        return topk(p, s, d, forced, opened());
-      }
-      case OP_MOE_DOWN_OWNED: {
-        bool ok = opened() && down_owned(p, s, st, d);
-        forget();
-        return ok;
-      }
-      case OP_MOE_DOWN: return opened() && down_tiles(p, s, st, d);
-      case OP_O_PROJ: return product<Q_SLOTS>(d, p.attn_out);
-      case OP_DENSE_DOWN: return product<DENSE_SLOTS>(d, p.dense_hidden);
-      case OP_ATTENTION: return opened() && Attention(p, s, hidden(threadIdx.x)).run(d, st);
-      case OP_ATTN_COMBINE: return opened() && combine_splits(p, s, st, d);
-      default: return true;  // the storer's alone
+    const int op = d[W_OPCODE], layer = d[W_LAYER];
+    const bool normed = op == OP_QKV || op == OP_ROUTER || op == OP_MOE_UP || op == OP_DENSE_UP || op == OP_LM_HEAD;
+    if (!(normed || op == OP_O_PROJ || op == OP_DENSE_DOWN || op == OP_MOE_DOWN || op == OP_MOE_DOWN_OWNED ||
+          op == OP_ATTENTION))
+      return true;  // the storer's alone
+    if (normed && layer != x_layer_) {
+      if (!load_input(layer)) return false;
+    } else if (!opened()) {
+      return false;
     }
+    if (op == OP_ROUTER) return multiply_router(st, x_, d);
+    if (normed) return mma_strips<HIDDEN_SLOTS>(st, x_, d[W_TILES]);
+    if (op == OP_ATTENTION) return Attention(p, s, hidden(threadIdx.x)).run(d, st);
+    if (op == OP_MOE_DOWN) return down_tiles(p, s, st, d);
+    bool ok;
+    if (op == OP_MOE_DOWN_OWNED)
+      ok = down_owned(p, s, st, d);
+    else
+      ok = op == OP_O_PROJ ? product<Q_SLOTS>(d, p.attn_out) : product<DENSE_SLOTS>(d, p.dense_hidden);
+    forget();  // also where the step is given up: otherwise registers spill
+    return ok;
+  }
+
+  DEVICE bool opened() const {
+    bool ok = entries.opened();
+    mark(T_OPENED);
+    return ok;
+  }
+  // The layer's normed input, loaded once and kept through qkv, router and up/gate.
+  DEVICE bool load_input(int layer) {
+    Fragment<HIDDEN_SLOTS> norm;
+    load_norm(norm, p.norms + layer * HIDDEN);  // on its way during the wait
+    if (!opened()) return false;
+    x_layer_ = layer;
+    load_fragment(x_, p.x + (layer & 1) * MAX_ROWS * HIDDEN_PAD, (1u << p.rows) - 1);
+    apply_norm(x_, norm);
+    return true;
   }
 
   // Strips over an activation of SLOTS slots a row.
   template <int SLOTS>
   DEVICE bool product(const int* d, const bf16* x) {
-    if (!opened()) return false;
     Fragment<SLOTS> b;
     load_fragment(b, x, (1u << p.rows) - 1);
-    bool ok = mma_strips(st, b, d[W_TILES]);
-    forget();
-    return ok;
-  }
-
-  // The layer's normed input, loaded once and kept through qkv, router and up/gate.
-  DEVICE bool normed(const int* d) {
-    int layer = d[W_LAYER];
-    if (layer == x_layer_) return opened();
-    x_layer_ = layer;
-    Fragment<HIDDEN_SLOTS> norm;
-    load_norm(norm, p.norms + layer * HIDDEN);
-    if (!opened()) return false;
-    load_fragment(x_, p.x + (layer & 1) * MAX_ROWS * HIDDEN_PAD, (1u << p.rows) - 1);
-    apply_norm(x_, norm);
-    return true;
+    return mma_strips(st, b, d[W_TILES]);
   }
   // Ends the life of the normed input, whose registers an operation with many fragments of its own needs.
   DEVICE void forget() {
@@ -87,6 +84,7 @@ class Consumer {
 
   const StepParams& p;
   Shared& s;
+  const Guard g;
   EntryReader entries;
   Streams st;
   Fragment<HIDDEN_SLOTS> x_;

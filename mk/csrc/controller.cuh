@@ -18,11 +18,18 @@ class Controller {
     while (!closed_ || opened_ < published_) {
       bool moved = false;
       // entries that need no poll cost little: as many as there are, before the next look at a counter
-      for (int i = 0; i < ENTRIES / 2 && !closed_ && publish(); ++i) moved = true;
+      for (int i = 0; i < ENTRIES / 2 && !closed_ && publish(); ++i) {
+        moved = true;
+        if (opened_ + 1 == published_ && free()) open();
+      }
       while (open()) moved = true;
       idle = moved ? 0 : idle + 1;
       if ((idle & 255) == 255 && g.expired()) return g.report(polled_, target_, seen_);
     }
+    if (lane == 0) end_trace(p, published_);
+    // the others still wait for each other: somebody must watch the clock
+    for (idle = 1; !barrier_test(&s.finished, 0); ++idle)
+      if ((idle & 255) == 0) g.expired();
   }
 
  private:
@@ -140,32 +147,35 @@ class Controller {
     if (lane == 0) barrier_arrive(&s.entry_full[at_.index]);
     at_.next();
     ++published_;
+    if (lane == W_OPCODE) trace_word(p, published_, T_OPCODE, value), trace_mark(p, published_, T_PUBLISHED);
+    if (lane == W_LAYER) trace_word(p, published_, T_LAYER, value);
+    if (lane == W_TASK) trace_word(p, published_, T_TASK, value);
   }
 
   // ---- waits ----
-  DEVICE uint32_t target_of(int step, int count) const { return p.epoch * static_cast<uint32_t>(step) + count; }
-
+  // Whether the oldest unopened entry waits for no counter.
+  DEVICE bool free() const {
+    const int* d = s.entry[opens_.index];
+    return d[W_WAIT0] == NONE && d[W_WAIT1] == NONE;
+  }
   // Opens the oldest unopened entry if its counters were reached.
   DEVICE bool open() {
     if (opened_ == published_) return false;
     const int* d = s.entry[opens_.index];
     g.at(opens_.index);
-    if (d[W_WAIT0] != NONE && !reached(d[W_WAIT0], target_of(d[W_WAIT0_STEP], d[W_WAIT0_COUNT]))) return false;
-    if (d[W_WAIT1] != NONE && !reached(d[W_WAIT1], target_of(d[W_WAIT1_STEP], d[W_WAIT1_COUNT]))) return false;
+    if (!reached(d, W_WAIT0) || !reached(d, W_WAIT1)) return false;
     __syncwarp();
     if (lane == 0) barrier_arrive(&s.entry_go[opens_.index]);
     opens_.next();
     ++opened_;
+    if (lane == 0) trace_mark(p, opened_, T_GO);
     return true;
   }
 
-  DEVICE bool reached(int counter, uint32_t target) {
-    uint32_t value = 0;
-    if (lane == 0) value = load_acquire(p.counters + static_cast<size_t>(counter) * COUNTER_STRIDE);
-    value = __shfl_sync(~0u, value, 0);
-    __syncwarp();  // carries lane 0's acquire to the others
-    polled_ = counter, target_ = target, seen_ = value;
-    return static_cast<int>(value - target) >= 0;
+  DEVICE bool reached(const int* d, int slot) {
+    if (d[slot] == NONE) return true;
+    polled_ = d[slot], target_ = counter_target(p, d[slot + 2], d[slot + 1]);
+    return counter_reached(p, polled_, target_, seen_);
   }
 
   const StepParams& p;

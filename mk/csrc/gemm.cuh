@@ -12,9 +12,10 @@
 
 constexpr int SUBTILES = 8;  // 16 x 32 sub-tiles of a slot
 
-// A barrier's parity tells a warp which lap a slot is in only while the warp is less than a lap behind: between two
-// slots that it waits for, a warp may pass over at most MAX_PASSED others, with at most MAX_WINDOW more in flight.
-constexpr int MAX_PASSED = 11, MAX_WINDOW = RING_SLOTS - MAX_PASSED - 1;
+// A barrier's parity tells a warp which lap a slot is in only while the slot's copy of the lap before has landed. A warp
+// passes over at most MAX_PASSED slots between two that it waits for; that the first of these two has landed says that
+// all those MAX_WINDOW + PRODUCER_LANES before it have (copies land out of order, lanes issue out of order).
+constexpr int MAX_PASSED = 9, MAX_WINDOW = RING_SLOTS - MAX_PASSED - PRODUCER_LANES;
 
 // A consumer warp's view of the weight ring and of the tile ring.
 class Streams {
@@ -22,8 +23,7 @@ class Streams {
   DEVICE Streams(Shared& shared, Guard guard) : s(shared), g(guard), warp(threadIdx.x / 32) {}
 
   DEVICE bool await_slot() {
-    Spend spend(s.profile, SPENT_RING);
-    return g.wait(&s.ring_full[ring.index], ring.lap);
+    return g.wait(&s.ring_full[ring.index], ring.lap, SPENT_RING_EMPTY);
   }
   DEVICE uint8_t* slot() const { return s.ring[ring.index]; }
   // Done with the current slot on behalf of `warps` consumers.
@@ -34,11 +34,6 @@ class Streams {
   }
   // Passes over slots that are other warps' to wait for and to release.
   DEVICE void skip_slots(int n) { ring.skip(n); }
-  // Releases a slot that this warp does not read, before or after it lands.
-  DEVICE void decline_slot() {
-    if (threadIdx.x % 32 == 0) barrier_arrive(&s.ring_empty[ring.index]);
-    ring.next();
-  }
 
   // Hands this warp's part of a tile to the storer: 4 values a lane.
   DEVICE bool put(const float (&c)[4]) {
@@ -53,10 +48,8 @@ class Streams {
     arrive_tile();
     return true;
   }
-  DEVICE int tile_index() const { return tile.index; }
   DEVICE bool await_tile() {
-    Spend spend(s.profile, SPENT_TILE);
-    return g.wait(&s.tile_empty[tile.index], tile.lap ^ 1);
+    return g.wait(&s.tile_empty[tile.index], tile.lap ^ 1, SPENT_TILE_FULL);
   }
 
  private:
@@ -81,7 +74,6 @@ struct Fragment {
   static constexpr bool BY_SLOT = SLOTS >= CONSUMERS;
   static constexpr int ROUNDS = (SLOTS + CONSUMERS - 1) / CONSUMERS;  // slots of a warp
   static constexpr int PIECES = BY_SLOT ? ROUNDS * SUBTILES : SLOTS;
-  static_assert(!BY_SLOT || SLOTS - 1 <= MAX_PASSED || SLOTS % CONSUMERS == 0, "slots passed over");
   uint4 v[PIECES];
 
   // offset(i) = origin() + delta(i): one address register and immediate offsets
@@ -105,9 +97,10 @@ DEVICE void load_fragment(Fragment<SLOTS>& b, const bf16* x, uint32_t mask) {
     b.v[i] = used && b.exists(i) ? load_l2(reinterpret_cast<const uint4*>(row + b.delta(i))) : make_uint4(0, 0, 0, 0);
 }
 
+// Two products, each rounded once to bf16.
 DEVICE uint32_t scale_pair(uint32_t x, uint32_t w) {
-  float2 a = unpack_bf16(x), b = unpack_bf16(w);
-  return pack_bf16(a.x * b.x, a.y * b.y);
+  __nv_bfloat162 v = __hmul2(*reinterpret_cast<__nv_bfloat162*>(&x), *reinterpret_cast<__nv_bfloat162*>(&w));
+  return *reinterpret_cast<uint32_t*>(&v);
 }
 
 // A norm's weights in the same places; they do not depend on the step, so they are loaded before the wait.
@@ -167,7 +160,8 @@ DEVICE bool mma_strip(Streams& streams, float (&c)[4], const Fragment<SLOTS>& b)
         mma_slot(c, streams.slot(), b.v + round * SUBTILES);
         streams.release_slot(CONSUMERS);
         streams.skip_slots(slots - streams.warp - 1);
-      } else {
+      } else {  // not this warp's, but waited for: see MAX_PASSED
+        if (!streams.await_slot()) return false;
         streams.skip_slots(slots);
       }
     }
@@ -185,6 +179,7 @@ DEVICE bool mma_strip(Streams& streams, float (&c)[4], const Fragment<SLOTS>& b)
 // `strips` strips with the same activations, each handed to the storer.
 template <int SLOTS>
 DEVICE bool mma_strips(Streams& streams, const Fragment<SLOTS>& b, int strips) {
+#pragma unroll 1
   for (int strip = 0; strip < strips; ++strip) {
     float c[4] = {0.f, 0.f, 0.f, 0.f};
     if (!mma_strip(streams, c, b) || !streams.put(c)) return false;

@@ -1,4 +1,5 @@
-// The decode megakernel: one block an SM, resident for the whole step, four roles over one task ring.
+// The decode megakernel: one block an SM, resident for the whole step, four roles over one task ring and one aside.
+#include "aside.cuh"
 #include "consumer.cuh"
 #include "controller.cuh"
 #include "producer.cuh"
@@ -25,9 +26,12 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
   const int warp = threadIdx.x / 32;
   step_constants(p, s);
   if (threadIdx.x == 0) {
+    s.deadline = nanoseconds() + p.time_limit_ns;
+    s.given_up = 0;
     for (int i = 0; i < RING_SLOTS; ++i) barrier_init(&s.ring_full[i], 1), barrier_init(&s.ring_empty[i], CONSUMERS);
     for (int i = 0; i < 2; ++i) barrier_init(&s.chunk_full[i], 1);
     barrier_init(&s.route_ready, 1);
+    barrier_init(&s.finished, CONSUMERS + 3);
     for (int i = 0; i < ENTRIES; ++i) {
       barrier_init(&s.entry_full[i], 1), barrier_init(&s.entry_go[i], 1);
       barrier_init(&s.entry_empty[i], CONSUMERS + 2);  // consumers, producer, storer
@@ -35,28 +39,22 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
     for (int i = 0; i < TILES_RING; ++i) barrier_init(&s.tile_full[i], CONSUMERS), barrier_init(&s.tile_empty[i], 1);
     fence_barrier_init();
   }
-#ifdef MK_PROFILE
-  for (int i = threadIdx.x; i < static_cast<int>(sizeof(Profile) / 8); i += THREADS)
-    reinterpret_cast<long long*>(&s.profile)[i] = 0;
-#endif
+  start_trace(p, s.tallies);
   __syncthreads();
   // Registers move from the third warpgroup to the two that keep activations in them.
   if (warp < CONSUMERS) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
     Consumer(p, s).run();
-#ifdef MK_PROFILE
-    if (threadIdx.x == 0)
-      for (int i = 0; i < PROFILE_OPCODES * SPENT_KINDS; ++i)
-        p.cycles[blockIdx.x * PROFILE_OPCODES * SPENT_KINDS + i] += (&s.profile.cycles[0][0])[i];
-#endif
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(OTHER_REGISTERS));
     if (warp == CONTROLLER) {
       Controller(p, s).run();
     } else if (warp == PRODUCER) {
-      if (threadIdx.x % 32 == 0) Producer(p, s).run();
+      if (threadIdx.x % 32 < Producer::LANES) Producer(p, s).run();
     } else if (warp == STORER) {
       Storer(p, s).run();
+    } else {
+      Aside(p, s).run();
     }
   }
 }

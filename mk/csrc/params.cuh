@@ -25,8 +25,8 @@ struct StepParams {
   const uint8_t* slots;   // packed matrices, 8 KB slots
   const bf16* norms;      // [LAYERS + 1][HIDDEN]
   // schedule
-  const int* words;       // descriptors, SM after SM
-  const int* offsets;     // [n_sm + 1]
+  const int* words;       // descriptors, track after track
+  const int* offsets;     // [2 n_sm + 1]: main tracks, then those aside
   uint32_t* counters;     // 128 bytes apart
   uint32_t* queues;       // [2][n_queues] ticket heads
   // the step's inputs
@@ -60,9 +60,9 @@ struct StepParams {
   // safety
   uint32_t* abort_word;
   StallRecord* stalls;    // [n_sm]
-  long long* cycles;      // [n_sm][32][7] of a profile build, else null
+  uint32_t* trace;        // [n_sm][trace_records][16] of a trace build, else null; trace.cuh
   uint64_t time_limit_ns;
   uint32_t epoch;
-  int rows, n_sm, n_queues, table_stride, window_slots;
+  int rows, n_sm, n_queues, table_stride, window_slots, trace_records;
   int advance;            // 1: sampling adds one to the context of every active row, for steps queued ahead
 };

@@ -5,20 +5,26 @@
 
 class Producer {
  public:
-  DEVICE Producer(const StepParams& params, Shared& shared) : p(params), s(shared), g(params, shared, ROLE_PRODUCER) {}
+  static constexpr int LANES = PRODUCER_LANES;
+  DEVICE Producer(const StepParams& params, Shared& shared)
+      : p(params), s(shared), g(params, shared, ROLE_PRODUCER), lane(threadIdx.x % 32) {
+    at_.skip(lane);
+    landed_.lap = 1;
+    landed_.skip(RING_SLOTS - p.window_slots + lane);
+  }
 
-  // Runs on one lane.
+  // Runs on the first LANES lanes of a warp: a slot each, so that the latencies of issuing a copy are paid once for all.
   DEVICE void run() {
     if (!stream_list()) g.report(NONE, 0, 0);
-    // a block may not end with copies in flight
-    for (; landed_ < issued_; ++landed_) {
-      while (!barrier_try(&s.ring_full[oldest_.index], oldest_.lap)) {
-      }
-      oldest_.next();
-    }
+    if (lane == 0) drain();
+    g.finish();
   }
 
  private:
+  static constexpr uint32_t MASK = (1u << LANES) - 1;
+  static constexpr int CHUNK_SLOTS = KEYS_CHUNK / PAGE * KV_BLOCK_BYTES / SLOT_BYTES;  // K, or V, of a chunk of keys
+  static_assert(LANES == CHUNK_SLOTS, "a batch is the K or the V of a chunk");
+
   DEVICE bool stream_list() {
     Cursor<ENTRIES> at;
     for (;;) {
@@ -26,126 +32,145 @@ class Producer {
       const int* d = s.entry[at.index];
       g.at(at.index);
       if (d[W_OPCODE] == OP_END) return true;
-      int2 first = ahead_ ? looked_up_ : d[W_OPCODE] == OP_ATTENTION ? first_pages(d) : make_int2(0, 0);
+      ++streamed_;
+      if (lane == 0) trace_mark(p, streamed_, T_STREAM);
       Cursor<ENTRIES> following = at;
       following.next();
+      const int first = ahead_ ? looked_up_ : look_up(d, 0);
       ahead_ = barrier_test(&s.entry_full[following.index], following.lap);
-      const int* e = s.entry[following.index];
-      if (ahead_ && e[W_OPCODE] == OP_ATTENTION) looked_up_ = first_pages(e);
-      if (!stream(d, first)) return false;
-      barrier_arrive(&s.entry_empty[at.index]);
+      if (ahead_) looked_up_ = look_up(s.entry[following.index], 0);
+      if (d[W_OPCODE] == OP_PREFETCH) prefetch(d, following);
+      if (!(d[W_OPCODE] == OP_ATTENTION ? stream_pages(d, first) : stream_weights(d))) return false;
+      if (lane == 0) {
+        trace_mark(p, streamed_, T_STREAMED);
+        trace_spent(p, s.tallies, streamed_, T_RING_FULL, SPENT_RING_FULL);
+        trace_spent(p, s.tallies, streamed_, T_WINDOW, SPENT_WINDOW);
+      }
+      __syncwarp(MASK);
+      if (lane == 0) barrier_arrive(&s.entry_empty[at.index]);
       at = following;
     }
   }
 
-  DEVICE bool stream(const int* d, int2 first) {
-    switch (d[W_OPCODE]) {
-      case OP_QKV: case OP_O_PROJ: case OP_DENSE_UP: case OP_DENSE_DOWN: case OP_LM_HEAD:
-        return push(d[W_WEIGHT] + d[W_TILE] * d[W_STRIP_PITCH], d[W_TILES] * d[W_K_SLOTS]);
-      case OP_ROUTER:
-        for (int i = 0; i < d[W_TILES]; ++i)
-          if (!push(d[W_WEIGHT] + (d[W_TILE] + i) * d[W_STRIP_PITCH] + d[W_K_SLOT], d[W_K_SLOTS])) return false;
-        return true;
-      case OP_MOE_UP: return flat_tiles(d, UP_STRIPS);
-      case OP_MOE_DOWN: return flat_tiles(d, HIDDEN_STRIPS);
-      case OP_MOE_DOWN_OWNED: return owned_tiles(d);
-      case OP_ATTENTION: return pages(d, first);
-      default: return true;
-    }
-  }
-
-  // Flat (expert, strip) tiles [TILE, TILE + TILES); runs within an expert are contiguous.
-  DEVICE bool flat_tiles(const int* d, int strips) {
-    const Route& route = s.route[d[W_LAYER] & 1];
-    for (int flat = d[W_TILE], end = flat + d[W_TILES]; flat < end;) {
-      int rank = flat / strips, strip = flat % strips, n = min(end - flat, strips - strip);
-      int first = d[W_WEIGHT] + route.active[rank] * d[W_EXPERT_PITCH] + strip * d[W_STRIP_PITCH];
-      if (!push(first, n * d[W_K_SLOTS])) return false;
-      flat += n;
+  // ---- weights ----
+  DEVICE bool stream_weights(const int* d) {
+    const int op = d[W_OPCODE], tiles = d[W_TILES], k_slots = d[W_K_SLOTS];
+    const bool line = op == OP_QKV || op == OP_O_PROJ || op == OP_DENSE_UP || op == OP_DENSE_DOWN || op == OP_LM_HEAD;
+    if (!line && op != OP_ROUTER && op != OP_MOE_UP && op != OP_MOE_DOWN && op != OP_MOE_DOWN_OWNED) return true;
+    const int total = tiles * k_slots * (op == OP_MOE_DOWN_OWNED ? s.route[d[W_LAYER] & 1].n_active : 1);
+    const int start = d[W_WEIGHT] + (line ? d[W_TILE] * d[W_STRIP_PITCH] : 0);
+#pragma unroll 1
+    for (int i = 0; i < total; i += LANES) {
+      const int slot = start + (line ? i + lane : scattered(d, op, i + lane));
+      if (!copy(p.slots + static_cast<size_t>(slot) * SLOT_BYTES, min(total - i, LANES))) return false;
     }
     return true;
   }
-
-  DEVICE bool owned_tiles(const int* d) {
+  // The i-th slot of a task whose strips are no neighbours, counted from W_WEIGHT; any slot where there is none.
+  DEVICE int scattered(const int* d, int op, int i) const {
     const Route& route = s.route[d[W_LAYER] & 1];
-    for (int i = 0; i < d[W_TILES]; ++i)
-      for (int a = 0; a < route.n_active; ++a) {
-        int first = d[W_WEIGHT] + route.active[a] * d[W_EXPERT_PITCH] + (d[W_TILE] + i) * d[W_STRIP_PITCH];
-        if (!push(first, d[W_K_SLOTS])) return false;
-      }
-    return true;
+    const int tile = d[W_TILE], pitch = d[W_STRIP_PITCH];
+    if (op == OP_ROUTER) return (tile + i / d[W_K_SLOTS]) * pitch + d[W_K_SLOT] + i % d[W_K_SLOTS];
+    int rank, strip;
+    if (op == OP_MOE_DOWN_OWNED) {  // strip after strip, every active expert's
+      rank = i / FFN_SLOTS, strip = tile;
+      for (; rank >= route.n_active; rank -= route.n_active) ++strip;
+    } else {
+      const int strips = op == OP_MOE_UP ? UP_STRIPS : HIDDEN_STRIPS;
+      const int flat = tile + i / (op == OP_MOE_UP ? HIDDEN_SLOTS : FFN_SLOTS);
+      rank = min(flat / strips, EXPERTS - 1), strip = flat % strips;
+    }
+    return route.active[rank] * d[W_EXPERT_PITCH] + strip * pitch + i % (op == OP_MOE_UP ? HIDDEN_SLOTS : FFN_SLOTS);
   }
 
+  // Weights that a later task will stream are brought to L2, at the pace of memory, until the next task can be streamed.
+  DEVICE void prefetch(const int* d, const Cursor<ENTRIES>& following) const {
+    constexpr int BATCH_CYCLES = 1700;  // in which memory delivers a batch to each SM
+    const uint8_t* src = p.slots + static_cast<size_t>(d[W_WEIGHT] + d[W_TILE] * d[W_STRIP_PITCH]) * SLOT_BYTES;
+    const int total = d[W_TILES] * d[W_K_SLOTS];
+#pragma unroll 1
+    for (int i = 0; i < total; i += LANES) {
+      const long long until = sm_cycles() + BATCH_CYCLES;
+      if (i + lane < total) prefetch_l2(src + static_cast<size_t>(i + lane) * SLOT_BYTES, SLOT_BYTES);
+      do {
+        if (__any_sync(MASK, barrier_test(&s.entry_full[following.index], following.lap))) return;
+      } while (__any_sync(MASK, sm_cycles() < until));
+    }
+  }
+
+  // ---- KV pages ----
   DEVICE const int* table_row(const int* d) const {
     return (d[W_FLAGS] & FLAG_SLIDING ? p.table_sliding : p.table_full) + d[W_ROW] * p.table_stride;
   }
-  // Pages of an attention task's first chunk. Looked up a task ahead, so that the load's latency passes behind copies.
-  DEVICE int2 first_pages(const int* d) const {
-    Splits cut(s.keys[d[W_ROW]], d[W_FLAGS] & FLAG_SLIDING);
-    if (d[W_SPLIT] >= cut.count()) return make_int2(0, 0);
-    int block = cut.lo(d[W_SPLIT]) / KEYS_CHUNK * (KEYS_CHUNK / PAGE);
-    const int* table = table_row(d);
-    return make_int2(table[block], block + 1 < p.table_stride ? table[block + 1] : NONE);
+  // This lane's page of the LANES from an attention task's `chunk`-th chunk on; NONE for other tasks. Looked up a task
+  // ahead, so that the load's latency passes behind copies.
+  DEVICE int look_up(const int* d, int chunk) const {
+    if (d[W_OPCODE] != OP_ATTENTION) return NONE;
+    const Splits cut(s.keys[d[W_ROW]], d[W_FLAGS] & FLAG_SLIDING);
+    if (d[W_SPLIT] >= cut.count()) return NONE;
+    const int block = (cut.lo(d[W_SPLIT]) / KEYS_CHUNK + chunk) * (KEYS_CHUNK / PAGE) + lane;
+    return block < p.table_stride ? table_row(d)[block] : NONE;
   }
 
   // K pages of a chunk, then its V pages. The newest token's row is still old here: the consumers put it in.
-  DEVICE bool pages(const int* d, int2 first) {
-    bool sliding = d[W_FLAGS] & FLAG_SLIDING;
-    Splits cut(s.keys[d[W_ROW]], sliding);
+  DEVICE bool stream_pages(const int* d, int pages) {
+    constexpr int PAGES = KEYS_CHUNK / PAGE, CHUNKS = LANES / PAGES, SLOTS = KV_BLOCK_BYTES / SLOT_BYTES;
+    const bool sliding = d[W_FLAGS] & FLAG_SLIDING;
+    const Splits cut(s.keys[d[W_ROW]], sliding);
     if (d[W_SPLIT] >= cut.count()) return true;
-    int lo = cut.lo(d[W_SPLIT]), hi = cut.hi(d[W_SPLIT]);
-    const int* table = table_row(d);
+    const int lo = cut.lo(d[W_SPLIT]), hi = cut.hi(d[W_SPLIT]);
     const uint8_t* pool = sliding ? p.pool_sliding : p.pool_full;
-    int layers = sliding ? SLIDING_LAYERS : FULL_LAYERS;
-    int index = KIND_INDEX[d[W_LAYER]];
-    int start = lo / KEYS_CHUNK * KEYS_CHUNK;
-    for (int base = start; base < hi; base += KEYS_CHUNK) {
-      int present = chunk_pages(base, lo, hi);
-      const uint8_t* block[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j)
-        if (present >> j & 1) {
-          size_t page = base == start ? (j ? first.y : first.x) : table[base / PAGE + j];
-          block[j] = pool + ((page * layers + index) * KV_HEADS + d[W_HEAD]) * 2 * KV_BLOCK_BYTES;
-        }
-#pragma unroll
-      for (int half = 0; half < 2; ++half)  // K, then V
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-          if (present >> j & 1)
-            for (int slot = 0; slot < KV_BLOCK_BYTES / SLOT_BYTES; ++slot)
-              if (!copy(block[j] + half * KV_BLOCK_BYTES + slot * SLOT_BYTES)) return false;
+    const int layers = sliding ? SLIDING_LAYERS : FULL_LAYERS, index = KIND_INDEX[d[W_LAYER]], head = d[W_HEAD];
+    int later = NONE;
+#pragma unroll 1
+    for (int chunk = 0, base = lo / KEYS_CHUNK * KEYS_CHUNK; base < hi; ++chunk, base += KEYS_CHUNK) {
+      if (chunk && chunk % CHUNKS == 0) pages = later;
+      if (chunk % CHUNKS == 0 && base + CHUNKS * KEYS_CHUNK < hi) later = look_up(d, chunk + CHUNKS);
+      const int present = chunk_pages(base, lo, hi);
+      const int page = lane / SLOTS + (present == 2);  // this lane's of the chunk; a chunk may lack either
+      const size_t held = __shfl_sync(MASK, pages, chunk % CHUNKS * PAGES + min(page, PAGES - 1));
+      const uint8_t* block = pool + ((held * layers + index) * KV_HEADS + head) * 2 * KV_BLOCK_BYTES;
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half)
+        if (!copy(block + half * KV_BLOCK_BYTES + lane % SLOTS * SLOT_BYTES, present == 3 ? LANES : LANES / 2))
+          return false;
     }
     return true;
   }
 
-  DEVICE bool push(int slot, int n) {
-    const uint8_t* src = p.slots + static_cast<size_t>(slot) * SLOT_BYTES;
-    for (int i = 0; i < n; ++i)
-      if (!copy(src + static_cast<size_t>(i) * SLOT_BYTES)) return false;
-    return true;
+  // A block may not end with copies in flight. A step that was given up may not have issued the last of them: after a
+  // time in which any copy lands, there is none.
+  DEVICE void drain() {
+    for (int i = 0, tries = 0; i < p.window_slots; ++i, landed_.next())
+      while (!barrier_try(&s.ring_full[landed_.index], landed_.lap) && !(g.given_up() && ++tries > 10000)) {
+      }
   }
 
-  // One slot. At most `window_slots` are outstanding: bytes in flight queue ahead of the polls and small loads that
-  // carry the dependencies, so more of them than the latency needs makes every hand-off slower.
-  DEVICE bool copy(const uint8_t* src) {
-    if (!g.wait(&s.ring_empty[at_.index], at_.lap ^ 1)) return false;
-    if (issued_ - landed_ >= p.window_slots) {
-      if (!g.wait(&s.ring_full[oldest_.index], oldest_.lap)) return false;
-      oldest_.next(), ++landed_;
+  // One slot a lane from its own `src`, by the first `slots` lanes. At most `window_slots` are outstanding: bytes in flight queue ahead of the polls and
+  // small loads that carry the dependencies, so more of them than the latency needs makes every hand-off slower.
+  DEVICE bool copy(const uint8_t* src, int slots) {
+    bool ok = true;
+    if (lane < slots) {
+      ok = g.wait(&s.ring_empty[at_.index], at_.lap ^ 1, SPENT_RING_FULL) &&
+           g.wait(&s.ring_full[landed_.index], landed_.lap, SPENT_WINDOW);
+      if (ok) {
+        fence_async_shared();
+        barrier_expect(&s.ring_full[at_.index], SLOT_BYTES);
+        bulk_copy(s.ring[at_.index], src, SLOT_BYTES, &s.ring_full[at_.index]);
+      }
     }
-    fence_async_shared();
-    barrier_expect(&s.ring_full[at_.index], SLOT_BYTES);
-    bulk_copy(s.ring[at_.index], src, SLOT_BYTES, &s.ring_full[at_.index]);
-    at_.next(), ++issued_;
-    return true;
+    at_.skip(slots), landed_.skip(slots);
+    return __all_sync(MASK, ok);
   }
 
   const StepParams& p;
   Shared& s;
   const Guard g;
-  Cursor<RING_SLOTS> at_, oldest_;
-  int issued_ = 0, landed_ = 0;
+  const int lane;
+  // where this lane's next copy goes, and the one, `window_slots` earlier, that must have landed before: none at first,
+  // and the lap before the first counts as landed
+  Cursor<RING_SLOTS> at_, landed_;
+  int streamed_ = 0;
   bool ahead_ = false;  // `looked_up_` belongs to the entry that comes next
-  int2 looked_up_ = make_int2(0, 0);
+  int looked_up_ = NONE;
 };

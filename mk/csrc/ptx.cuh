@@ -69,6 +69,11 @@ DEVICE void bulk_copy(void* dst, const void* src, uint32_t bytes, Barrier* b) {
       : "memory");
 }
 
+// Asks for `bytes` (a multiple of 16) to be in L2 soon.
+DEVICE void prefetch_l2(const void* src, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
+}
+
 // ---- global memory written in this launch: never through the read-only path or a stale L1 line ------------------
 
 DEVICE uint32_t load_acquire(const uint32_t* p) {

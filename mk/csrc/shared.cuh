@@ -1,11 +1,11 @@
 // Shared memory of an SM: the ring that every operation streams through, and the small rings between the roles.
 #pragma once
 #include "params.cuh"
-#include "profile.cuh"
+#include "trace.cuh"
 
 constexpr int CONSUMERS = 8;  // warps that multiply
-constexpr int CONTROLLER = 8, PRODUCER = 9, STORER = 10;
-constexpr int THREADS = 384;  // three warpgroups; warp 11 is idle
+constexpr int CONTROLLER = 8, PRODUCER = 9, STORER = 10, ASIDE = 11;
+constexpr int THREADS = 384;  // three warpgroups
 // A block owns LAUNCH_REGISTERS x THREADS registers; the warpgroups may only redistribute those, or `setmaxnreg` waits
 // for ever.
 constexpr int LAUNCH_REGISTERS = 168, CONSUMER_REGISTERS = 200, OTHER_REGISTERS = 104;
@@ -14,12 +14,14 @@ static_assert(CONSUMERS * 32 * CONSUMER_REGISTERS + (THREADS - CONSUMERS * 32) *
               "registers of a block");
 
 constexpr int RING_SLOTS = 22;
+constexpr int PRODUCER_LANES = 4;  // slots that are issued at once
 constexpr int ENTRIES = 16;     // task ring
 constexpr int TILES_RING = 4;   // partial tiles between consumers and storer
 constexpr int CHUNK = 16;       // descriptors fetched at once
 constexpr int MAX_ROWS = 8;
 constexpr int OWNED = 4;        // residual strips an SM may own
 constexpr int KEYS_CHUNK = 128;  // keys that attention handles at once: one 16-key strip a warp
+constexpr int MAX_STRIDE = (SPLIT_STRIDE + 31) / 32 * 32;  // splits of a head that combine has room for
 constexpr int P_STRIDE = KEYS_CHUNK + 32;  // bf16 elements; + 64 bytes keeps P's fragment loads free of bank conflicts
 
 // Top-k's outcome for one layer, private to the SM.
@@ -27,7 +29,6 @@ struct Route {
   float weight[128][MAX_ROWS];  // meaningful where `rows` has the row's bit
   uint8_t rows[128];            // bit n: row n goes to this expert
   uint8_t active[128];          // routed experts, ascending id
-  uint8_t chosen[MAX_ROWS][32];  // bit j of [n][l]: row n goes to expert 4 l + j
   int n_active;
 };
 
@@ -38,7 +39,6 @@ struct Shared {
   float tile[TILES_RING][CONSUMERS][128];  // 16 x 8 partial products, one a warp
   bf16 p[8][P_STRIDE];                     // attention: probabilities, [query head][key]
   float head_max[CONSUMERS][8];            // attention: each warp's largest score of a head
-  float denominator[TILES_RING];           // attention combine -> storer
   // the owner's strips, in fragment order: the two contributions of this layer, and the residual they go to
   float acc_attn[OWNED][128], acc_ffn[OWNED][128], x[OWNED][128];
   float2 rope[MAX_ROWS][64];  // cos and sin at each row's position
@@ -46,12 +46,17 @@ struct Shared {
   float rstd[MAX_ROWS];
   Route route[2];  // by layer parity
   int keys[MAX_ROWS];  // context lengths of this step
-  int doing[4];    // entry each role is at, for the stall record
-  Profile profile;
+  uint64_t deadline;   // nanoseconds: when the step must be given up
+  int given_up;        // the controller's word that it was
+  int doing[4];    // entry each role of the main track is at, for the stall record
+  int aside[DESCRIPTOR_WORDS];  // what the track aside is at
+  float split_weight[MAX_STRIDE];  // attention combine
+  Tallies tallies;
   Barrier ring_full[RING_SLOTS], ring_empty[RING_SLOTS];
   Barrier chunk_full[2], route_ready;
   Barrier entry_full[ENTRIES], entry_empty[ENTRIES], entry_go[ENTRIES];
   Barrier tile_full[TILES_RING], tile_empty[TILES_RING];
+  Barrier finished;  // consumer warps, producer, storer and the warp aside, at their ends
 };
 
 static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of an SM");

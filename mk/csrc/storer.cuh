@@ -1,11 +1,11 @@
 // The storer: adds the eight warps' partial tiles in warp order, runs an operation's epilogue, publishes, signals.
 #pragma once
-#include "ops/combine.cuh"
 #include "ops/experts.cuh"
 #include "ops/head.cuh"
 #include "ops/qkv.cuh"
 #include "ops/residual.cuh"
 #include "ops/router.cuh"
+#include "ops/topk.cuh"
 #include "ops/up.cuh"
 
 class Storer {
@@ -14,54 +14,63 @@ class Storer {
       : p(params), s(shared), g(params, shared, ROLE_STORER), entries(shared, g), at(threadIdx.x % 32) {}
 
   DEVICE void run() {
-    while (entries.next()) {
+    bool ok;
+    while ((ok = entries.next()) && entries.words[W_OPCODE] != OP_END) {
       const int* d = entries.words;
-      if (d[W_OPCODE] == OP_END) return;
+      if (d[W_OPCODE] == OP_TOPK) replaced_ = ReplacedIds(p, d[W_LAYER], at.lane);
       // opened: an entry may only store and signal after its waits, also when it has nothing to do
-      if (!entries.opened() || !store(d)) break;
+      if (!(ok = entries.opened())) break;
+      mark(T_STORING);
+      if (!(ok = products(d))) break;
+      others(d);
       __syncwarp();
       if (at.lane == 0 && d[W_SIGNAL] != NONE)
         signal_release(p.counters + static_cast<size_t>(d[W_SIGNAL]) * COUNTER_STRIDE, d[W_SIGNAL_VALUE]);
+      mark(T_SIGNALLED);
       entries.release();
     }
-    entries.report();
+    if (!ok) entries.report();
+    g.finish();
   }
 
  private:
-  DEVICE bool store(const int* d) {
-    switch (d[W_OPCODE]) {
-      case OP_EMBED: return embed(p, s, at, d), true;
-      case OP_QKV: return normed(d, [&](int strip, const float (&v)[4]) { store_qkv(p, s, at, d, strip, v); });
-      case OP_ROUTER: return normed(d, [&](int strip, const float (&v)[4]) { store_router(p, at, d, strip, v); });
-      case OP_DENSE_UP: return normed(d, [&](int strip, const float (&v)[4]) { store_dense_up(p, at, strip, v); });
-      case OP_MOE_UP: return normed(d, [&](int flat, const float (&v)[4]) { store_moe_up(p, s, at, d, flat, v); });
-      case OP_LM_HEAD:
-        if (!normed(d, [&](int strip, const float (&v)[4]) { store_logits(p, at, candidates, strip, v); })) return false;
-        return publish_candidates(p, at, candidates), true;
-      case OP_O_PROJ: return contribution(d, s.acc_attn, d[W_DST] == BUF_ACC_ATTN, p.oproj_out);
-      case OP_DENSE_DOWN: return contribution(d, s.acc_ffn, d[W_DST] == BUF_ACC_FFN, p.ffn_out);
-      case OP_MOE_DOWN_OWNED: return contribution(d, s.acc_ffn, true, nullptr);
-      case OP_MOE_DOWN:
-        return each_tile(d, [&](int flat, const float (&v)[4]) { store_expert_part(p, s, at, d, flat, v); });
-      case OP_MOE_COMBINE: return moe_combine(p, s, at, d), true;
-      case OP_RESIDUAL: return residual(p, s, at, d), true;
-      case OP_ATTENTION: return await_tile() && (give_back(), true);
-      case OP_ATTN_COMBINE: return merged_head(d);
-      case OP_ROUTE_SETUP: return clear_idle_queues(d), true;
-      case OP_SAMPLE: return sample(p, s, at), true;
-      default: return true;
-    }
+  DEVICE void mark(TraceWord word) const {
+    if (at.lane == 0) trace_mark(p, entries.count, word);
   }
 
   // ---- tiles from the consumers ----
-  DEVICE bool await_tile() { return g.wait(&s.tile_full[tile_.index], tile_.lap); }
+  DEVICE bool products(const int* d) {
+    const int op = d[W_OPCODE];
+    const bool normed = op == OP_QKV || op == OP_ROUTER || op == OP_MOE_UP || op == OP_DENSE_UP || op == OP_LM_HEAD;
+    const bool adds = op == OP_O_PROJ || op == OP_DENSE_DOWN || op == OP_MOE_DOWN_OWNED;
+    if (op == OP_ATTENTION) return g.wait(&s.tile_full[tile_.index], tile_.lap) && (give_back(), true);
+    if (!normed && !adds && op != OP_MOE_DOWN) return true;
+    if (normed && d[W_LAYER] != norm_layer_) load_rstd(d[W_LAYER]);
+#pragma unroll 1
+    for (int i = 0; i < d[W_TILES]; ++i) {
+      float v[4];
+      if (!take(v)) return false;
+      if (normed) v[0] *= rstd_[0], v[2] *= rstd_[0], v[1] *= rstd_[1], v[3] *= rstd_[1];
+      const int tile = d[W_TILE] + i;
+      switch (op) {
+        case OP_QKV: store_qkv(p, s, at, d, tile, v); break;
+        case OP_ROUTER: store_router(p, at, d, tile, v); break;
+        case OP_MOE_UP: store_moe_up(p, s, at, d, tile, v); break;
+        case OP_DENSE_UP: store_dense_up(p, at, tile, v); break;
+        case OP_LM_HEAD: store_logits(p, at, candidates, tile, v); break;
+        case OP_MOE_DOWN: store_expert_part(p, s, at, d, tile, v); break;
+        default: contribution(d, op == OP_O_PROJ, i, tile, v);
+      }
+    }
+    return true;
+  }
   DEVICE void give_back() {
     __syncwarp();
     if (at.lane == 0) barrier_arrive(&s.tile_empty[tile_.index]);
     tile_.next();
   }
   DEVICE bool take(float (&v)[4]) {
-    if (!await_tile()) return false;
+    if (!g.wait(&s.tile_full[tile_.index], tile_.lap)) return false;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
     for (int w = 0; w < CONSUMERS; ++w) {
@@ -72,23 +81,25 @@ class Storer {
     give_back();
     return true;
   }
-  template <class Body>
-  DEVICE bool each_tile(const int* d, Body body) {
-    for (int i = 0; i < d[W_TILES]; ++i) {
-      float v[4];
-      if (!take(v)) return false;
-      body(d[W_TILE] + i, v);
-    }
-    return true;
+  // A contribution to the residual: kept here by the strips' owner, in fp32 memory otherwise.
+  DEVICE void contribution(const int* d, bool attention, int i, int strip, const float (&v)[4]) {
+    if (d[W_DST] == BUF_ACC_ATTN || d[W_DST] == BUF_ACC_FFN)
+      reinterpret_cast<float4*>(attention ? s.acc_attn[i] : s.acc_ffn[i])[at.lane] = make_float4(v[0], v[1], v[2], v[3]);
+    else
+      store_columns(at, attention ? p.oproj_out : p.ffn_out, strip, (1u << p.rows) - 1, v);
   }
-  // The same for products of the normed input: 1 / rms of the two batch rows is applied here.
-  template <class Body>
-  DEVICE bool normed(const int* d, Body body) {
-    if (d[W_LAYER] != norm_layer_) load_rstd(d[W_LAYER]);
-    return each_tile(d, [&](int tile, float (&v)[4]) {
-      v[0] *= rstd_[0], v[2] *= rstd_[0], v[1] *= rstd_[1], v[3] *= rstd_[1];
-      body(tile, v);
-    });
+
+  // ---- what is the storer's alone, and what follows a product's last tile ----
+  DEVICE void others(const int* d) {
+    switch (d[W_OPCODE]) {
+      case OP_EMBED: return embed(p, s, at, d);
+      case OP_TOPK: return TopK(p, s, d, at.lane).run(replaced_);
+      case OP_MOE_COMBINE: return moe_combine(p, s, at, d);
+      case OP_RESIDUAL: return residual(p, s, at, d);
+      case OP_ROUTE_SETUP: return clear_idle_queues(d);
+      case OP_LM_HEAD: return publish_candidates(p, at, candidates);
+      case OP_SAMPLE: return sample(p, s, at);
+    }
   }
   DEVICE void load_rstd(int layer) {
     norm_layer_ = layer;
@@ -111,25 +122,6 @@ class Storer {
     }
   }
 
-  // A contribution to the residual: kept here by the strips' owner, in fp32 memory otherwise.
-  DEVICE bool contribution(const int* d, float (*owned)[128], bool keep, float* out) {
-    for (int i = 0; i < d[W_TILES]; ++i) {
-      float v[4];
-      if (!take(v)) return false;
-      if (keep)
-        reinterpret_cast<float4*>(owned[i])[at.lane] = make_float4(v[0], v[1], v[2], v[3]);
-      else
-        store_columns(at, out, d[W_TILE] + i, (1u << p.rows) - 1, v);
-    }
-    return true;
-  }
-  DEVICE bool merged_head(const int* d) {
-    if (!await_tile()) return false;
-    float denominator = s.denominator[tile_.index], v[4];
-    take(v);
-    store_head(p, s, at, d, denominator, v);
-    return true;
-  }
   // route_setup: the ticket heads that the next step will use.
   DEVICE void clear_idle_queues(const int* d) {
     uint32_t* idle = p.queues + (~p.epoch & 1) * p.n_queues + d[W_QUEUE];
@@ -145,4 +137,5 @@ class Storer {
   int norm_layer_ = NONE;
   float rstd_[2] = {0.f, 0.f};
   Candidates candidates;
+  ReplacedIds replaced_;
 };

@@ -1,41 +1,55 @@
 // Bounded waits. Every wait of the kernel goes through a Guard, so a wrong schedule ends in a report, not in a hang.
+//
+// All of a layer's code must stay in the instruction cache from one layer to the next, and there are many waits: what
+// stands at each is a try and a look at one word of shared memory. The controller keeps that word: it alone watches the
+// clock and what other SMs say.
 #pragma once
 #include "shared.cuh"
 
-enum Role : int { ROLE_CONSUMER, ROLE_CONTROLLER, ROLE_PRODUCER, ROLE_STORER };
+enum Role : int { ROLE_CONSUMER, ROLE_CONTROLLER, ROLE_PRODUCER, ROLE_STORER, ROLE_ASIDE };
 
 // A value without state: every part of a role keeps its own copy, so that none needs the address of another and all
 // of them live in registers. A wait calls nothing: a call would push what lives across it out of registers.
 class Guard {
  public:
-  DEVICE Guard(const StepParams& params, Shared& shared, int role)
-      : p(params), s(shared), role_(role), deadline_(nanoseconds() + params.time_limit_ns) {}
+  DEVICE Guard(const StepParams& params, Shared& shared, int role) : p(params), s(shared), role_(role) {}
 
   // Waits for a phase of an mbarrier; false when the step was given up.
-  DEVICE bool wait(Barrier* b, uint32_t parity) const {
-    // a look at the abort word is a trip to L2, which a barrier that completes meanwhile would have to wait for
+  DEVICE bool wait(Barrier* b, uint32_t parity, Spent kind = SPENT_OTHER) const {
+    const uint32_t since = trace_clock();
+    // a look at shared memory at every try would slow the whole SM: nine warps wait here most of the time
     uint32_t tries = 0;
 #pragma unroll 1
     while (!barrier_try(b, parity))
-      if ((++tries & 63) == 0 && expired()) return false;
+      if ((++tries & 63) == 0 && given_up()) return false;
+    trace_wait(s.tallies, kind, since);
     return true;
   }
-  // True when the step must be given up: somebody did, or the time limit has passed.
+  DEVICE bool given_up() const { return *reinterpret_cast<volatile int*>(&s.given_up); }
+  // The controller's: whether this SM must give up, because somebody did or the time limit has passed.
   DEVICE bool expired() const {
-    return *reinterpret_cast<volatile uint32_t*>(p.abort_word) || nanoseconds() >= deadline_;
+    bool over = *reinterpret_cast<volatile uint32_t*>(p.abort_word) || nanoseconds() >= s.deadline;
+    if (over) *reinterpret_cast<volatile int*>(&s.given_up) = 1;
+    return over;
   }
   // Gives the step up for everybody and leaves a record of what this role was at. Every role that stops early reports;
   // the first of an SM is kept, and the first of all is in the abort word.
   DEVICE void report(int counter, uint32_t target, uint32_t seen) const {
-    if (threadIdx.x % 32 && role_ != ROLE_PRODUCER) return;
+    if (threadIdx.x % 32) return;
     atomicCAS(p.abort_word, 0u, 1u + blockIdx.x);
     StallRecord& record = p.stalls[blockIdx.x];
-    // the controller knows the counter, so its account replaces another role's
-    if (atomicExch(&record.taken, 1) && role_ != ROLE_CONTROLLER) return;
-    const int* words = s.entry[s.doing[role_]];
+    // those who poll know the counter, so their account replaces another role's
+    const int weight = role_ == ROLE_CONTROLLER || role_ == ROLE_ASIDE ? 2 : 1;
+    if (atomicMax(&record.taken, weight) >= weight) return;
+    const int* words = role_ == ROLE_ASIDE ? s.aside : s.entry[s.doing[role_]];
     record.role = role_, record.opcode = words[W_OPCODE], record.layer = words[W_LAYER], record.task = words[W_TASK];
     record.counter = counter, record.target = target, record.seen = seen;
     __threadfence_system();
+  }
+  // The role has come to its end, well or not.
+  DEVICE void finish() const {
+    __syncwarp(__activemask());
+    if (threadIdx.x % 32 == 0) barrier_arrive(&s.finished);
   }
   // Notes the entry this role is at, for the record.
   DEVICE void at(int entry) const { s.doing[role_] = entry; }
@@ -44,8 +58,20 @@ class Guard {
   const StepParams& p;
   Shared& s;
   int role_;
-  uint64_t deadline_;
 };
+
+// A counter's target in this step: what it gains a step, and how far into this one.
+DEVICE uint32_t counter_target(const StepParams& p, int per_step, int count) {
+  return p.epoch * static_cast<uint32_t>(per_step) + count;
+}
+// One look at a counter by one lane, for a whole warp.
+DEVICE bool counter_reached(const StepParams& p, int counter, uint32_t target, uint32_t& seen) {
+  uint32_t value = 0;
+  if (threadIdx.x % 32 == 0) value = load_acquire(p.counters + static_cast<size_t>(counter) * COUNTER_STRIDE);
+  seen = __shfl_sync(~0u, value, 0);
+  __syncwarp();  // carries lane 0's acquire to the others
+  return static_cast<int>(seen - target) >= 0;
+}
 
 // All consumer warps meet here; none may stay away, not even one that gave up.
 DEVICE void consumers_meet() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
@@ -61,14 +87,16 @@ class EntryReader {
     return true;
   }
   // Waits until what the entry's counters stand for has happened.
-  DEVICE bool opened() { return g.wait(&s.entry_go[at.index], at.lap); }
+  DEVICE bool opened() const { return g.wait(&s.entry_go[at.index], at.lap); }
   DEVICE void report() const { g.report(NONE, 0, 0); }
   DEVICE void release() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(&s.entry_empty[at.index]);
     at.next();
+    ++count;
   }
   const int* words = nullptr;
+  int count = 1;  // of the current entry, as the trace numbers them
 
  private:
   Shared& s;
@@ -76,4 +104,4 @@ class EntryReader {
   Cursor<ENTRIES> at;
 };
 
-constexpr int OP_END = -1;  // closes the list of an SM
+constexpr int OP_END = -1;  // closes the main track of an SM

@@ -14,8 +14,10 @@ tiles, its regions and its row of the instruction set, side by side.
 from mk.graph import attention, dense, experts  # noqa: F401  (they register their operations)
 from mk.graph.shape import (
     DENSE_WAVES,
+    HEAD_PARTS,
     HEAD_STRIPS,
     LAYER_WAVES,
+    OPTIONAL_WAVES,
     PARTED_WAVES,
     QUEUE_KINDS,
     WAVE_NAMES,
@@ -28,8 +30,10 @@ from mk.graph.tiles import own_strips, strip_tasks
 
 __all__ = [
     "DENSE_WAVES",
+    "HEAD_PARTS",
     "HEAD_STRIPS",
     "LAYER_WAVES",
+    "OPTIONAL_WAVES",
     "PARTED_WAVES",
     "QUEUE_KINDS",
     "WAVE_NAMES",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-from mk.graph.shape import HEAD_STRIPS, StepShape, blank
+from mk.graph.shape import HEAD_PARTS, HEAD_STRIPS, StepShape, blank
 from mk.graph.tiles import X, claimers, own_queue, own_strips, strip_tasks, whole
 from mk.isa import ISA, Access, Buffer, Flag, Op, Span, Word, Words
 
@@ -119,8 +121,10 @@ ISA.add(
 
 
 def _attn_combine(s: StepShape, layer: int) -> Words:
-    tasks = blank(s.rows * s.geometry.q_heads)
-    tasks[:, Word.ROW], tasks[:, Word.HEAD] = np.divmod(np.arange(len(tasks)), s.geometry.q_heads)
+    heads = (s.rows, s.geometry.q_heads, HEAD_PARTS)
+    tasks = blank(math.prod(heads))
+    tasks[:, Word.ROW], tasks[:, Word.HEAD], tasks[:, Word.TILE] = np.unravel_index(np.arange(len(tasks)), heads)
+    tasks[:, Word.TILES] = 1
     tasks[:, Word.FLAGS] = _attention_flags(s, layer)
     return tasks
 
@@ -132,9 +136,9 @@ def _head_partials(s: StepShape, d: Words) -> tuple[Words, Words]:
     return lo, lo + counts[layers]
 
 
-def _own_head(s: StepShape, d: Words) -> tuple[Words, Words]:
-    lo = d[:, Word.ROW] * s.geometry.q_heads + d[:, Word.HEAD]
-    return lo, lo + 1
+def _own_part(s: StepShape, d: Words) -> tuple[Words, Words]:
+    lo = (d[:, Word.ROW] * s.geometry.q_heads + d[:, Word.HEAD]) * HEAD_PARTS + d[:, Word.TILE]
+    return lo, lo + d[:, Word.TILES]
 
 
 ISA.add(
@@ -144,8 +148,9 @@ ISA.add(
         "attn_combine",
         _attn_combine,
         reads=(Access(Buffer.PARTIAL, _head_partials),),
-        writes=(Access(Buffer.ATTN_OUT, _own_head),),
-        doc="merges the splits of one (row, query head) in an order that the splits alone fix",
+        writes=(Access(Buffer.ATTN_OUT, _own_part),),
+        aside=True,
+        doc="merges the splits of 32 dims of one (row, query head), in split order",
     )
 )
 
@@ -154,8 +159,23 @@ def _oproj(s: StepShape, layer: int) -> Words:
     return strip_tasks(s.strips, s.layout.entry("o", layer), Buffer.ACC_ATTN if s.own_rows else Buffer.OPROJ_OUT)
 
 
+def _oproj_prefetch(s: StepShape, layer: int) -> Words:
+    return strip_tasks(s.strips, s.layout.entry("o", layer))
+
+
+ISA.add(
+    Op(
+        24,
+        "prefetch",
+        "oproj_prefetch",
+        _oproj_prefetch,
+        doc="brings o_proj's weights to L2 while the SM waits for addresses; computes nothing",
+    )
+)
+
+
 def _all_heads(s: StepShape, d: Words) -> tuple[Words, Words]:
-    return whole(s.rows * s.geometry.q_heads)(s, d)
+    return whole(s.rows * s.geometry.q_heads * HEAD_PARTS)(s, d)
 
 
 ISA.add(

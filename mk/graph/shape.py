@@ -31,10 +31,14 @@ LAYER_WAVES = (
 PARTED_WAVES = ("moe_up",)
 """Waves that a wave order may name several times, to fill more than one hand-off with their weight stream."""
 
+OPTIONAL_WAVES = ("oproj_prefetch",)
+"""Waves that a wave order may leave out: they only move bytes to an earlier, idle moment."""
+
 DENSE_WAVES = {"moe_up": "dense_up", "moe_down": "dense_down"}  # what stands there in a dense layer
-WAVE_NAMES = ("embed", *LAYER_WAVES, *DENSE_WAVES.values(), "lm_head", "sample")
+WAVE_NAMES = ("embed", *LAYER_WAVES, *OPTIONAL_WAVES, *DENSE_WAVES.values(), "lm_head", "sample")
 
 HEAD_STRIPS = 8  # strips of one 128-wide head
+HEAD_PARTS = 4  # tasks that merge the splits of a head: 32 dims each, one a lane
 QUEUE_KINDS = ("attn", "moe_up", "moe_down")  # ticket queues of a layer
 
 

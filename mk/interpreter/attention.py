@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from mk.graph import HEAD_PARTS
 from mk.interpreter.claims import claimed
 from mk.interpreter.numerics import ordered_sum
 from mk.interpreter.registry import Bench, Run, Task, executes
@@ -84,13 +85,16 @@ def attn_drain(bench: Bench, task: Task) -> Run:
 
 @executes("attn_combine")
 def attn_combine(bench: Bench, task: Task) -> Run:
-    """Merges the splits of one (row, query head) in split order; zeros for an inactive row."""
+    """Merges the splits of some dims of one (row, query head) in split order; zeros for an inactive row."""
     memory, g, store = bench.memory, bench.shape.geometry, bench.store
     window, splits = bench.shape.window(task.layer), bench.shape.splits
     row = task[Word.ROW]
     head, query = divmod(task[Word.HEAD], g.group)
-    tops, sums, outs = (a[row, head, query] for a in (memory.split_max, memory.split_sum, memory.split_out))
-    out = memory.attn_out[row, task[Word.HEAD] * g.head_dim : (task[Word.HEAD] + 1) * g.head_dim]
+    width = g.head_dim // HEAD_PARTS
+    dims = slice(task[Word.TILE] * width, (task[Word.TILE] + task[Word.TILES]) * width)
+    tops, sums = memory.split_max[row, head, query], memory.split_sum[row, head, query]
+    outs = memory.split_out[row, head, query, :, dims]
+    out = memory.attn_out[row, task[Word.HEAD] * g.head_dim :][dims]
 
     def run(step: Step) -> None:
         count = splits.count(int(step.keys[row]), window)

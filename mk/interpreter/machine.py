@@ -67,8 +67,10 @@ class Machine:
             memory.tokens = self.memory.tokens
         self.program, self.memory = program, memory
         bench = Bench(program.shape, memory, self.weights, self.kv, self.store, self.router)
-        lists = (program.sm(sm).tolist() for sm in range(program.shape.n_sm))
-        self.lists = [[self._compile(bench, words, sm) for words in tasks] for sm, tasks in enumerate(lists)]
+        self.lists: list[list[Compiled]] = []
+        for track in range(program.tracks):
+            sm = track % program.shape.n_sm
+            self.lists.append([self._compile(bench, words, sm) for words in program.track(track).tolist()])
         self.epoch = epoch
         self.counters = Counters(program, epoch)
 

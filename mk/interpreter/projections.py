@@ -125,6 +125,12 @@ def o_proj(bench: Bench, task: Task) -> Run:
     return run
 
 
+@executes("prefetch")
+def prefetch(bench: Bench, task: Task) -> Run:
+    """Nothing: the weights of a CPU's interpreter are where they are."""
+    return lambda step: None
+
+
 @executes("dense_up")
 def dense_up(bench: Bench, task: Task) -> Run:
     """silu(gate) * up of some strips of the dense layer, kept where expert 0's would be."""

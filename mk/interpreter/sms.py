@@ -1,4 +1,4 @@
-"""The virtual SMs: counters, waiting, signalling, and the choice of who runs next."""
+"""The tracks of virtual SMs: counters, waiting, signalling, and the choice of who runs next."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mk.schedule.lower import Program
 _MASK = 0xFFFFFFFF
 _HALF = 0x80000000
 
-Pick = Callable[[Sequence["VirtualSm"]], int]
-"""Chooses among the SMs that can run: an index into the list."""
+Pick = Callable[[Sequence["VirtualTrack"]], int]
+"""Chooses among the tracks that can run: an index into the list."""
 
 
 class Stalled(MkError):
-    """No SM can run and the step is not finished. `blocked`: (SM, place in its list, counter) of every blocked SM."""
+    """Nothing can run and the step is not finished. `blocked`: (track, place in it, counter) of every blocked track."""
 
     def __init__(self, message: str, blocked: list[tuple[int, int, int]]) -> None:
         super().__init__(message)
@@ -45,10 +45,10 @@ class Compiled:
 
 
 @dataclass(slots=True)
-class VirtualSm:
-    """One SM's place in its list."""
+class VirtualTrack:
+    """How far an SM has come in one of its two tracks."""
 
-    sm: int
+    track: int
     tasks: list[Compiled]
     at: int = 0
     step: int = 0  # index into the steps of this run
@@ -56,18 +56,18 @@ class VirtualSm:
 
 
 def random_pick(seed: int) -> Pick:
-    """Every runnable SM equally likely, each time."""
+    """Every runnable track equally likely, each time."""
     draw = random.Random(seed).random
     return lambda runnable: int(draw() * len(runnable))
 
 
 def eager_pick(seed: int) -> Pick:
-    """One SM runs as far as it can, then the next in a seeded order: the last one is starved until all depend on it."""
+    """One track runs as far as it can, then the next in a seeded order: the last is starved until all depend on it."""
     generator = random.Random(seed)
     rank: dict[int, float] = {}
 
-    def pick(runnable: Sequence[VirtualSm]) -> int:
-        return min(range(len(runnable)), key=lambda i: rank.setdefault(runnable[i].sm, generator.random()))
+    def pick(runnable: Sequence[VirtualTrack]) -> int:
+        return min(range(len(runnable)), key=lambda i: rank.setdefault(runnable[i].track, generator.random()))
 
     return pick
 
@@ -101,59 +101,61 @@ def execute(
     pick: Pick,
     trace: list[list[tuple[int, int]]] | None = None,
 ) -> list[Step]:
-    """Runs every SM through its list once a step, `steps[i]` at epoch `epoch + i`.
+    """Runs every track through its list once a step, `steps[i]` at epoch `epoch + i`.
 
-    An SM goes on to its next step while others still finish theirs, as in the kernel: only counters hold it back. So a
-    step is made by the first SM that enters it. Raises Stalled when nothing can run.
+    A track goes on to its next step while others still finish theirs, as in the kernel: only counters hold it back.
+    So a step is made by the first track that enters it. Raises Stalled when nothing can run.
     """
     made: list[Step] = []
-    sms = [VirtualSm(sm, tasks) for sm, tasks in enumerate(lists)]
-    runnable: list[VirtualSm] = []
-    waiters: list[list[VirtualSm]] = [[] for _ in program.counters]
+    tracks = [VirtualTrack(track, tasks) for track, tasks in enumerate(lists)]
+    runnable: list[VirtualTrack] = []
+    waiters: list[list[VirtualTrack]] = [[] for _ in program.counters]
 
-    def settle(sm: VirtualSm) -> None:
-        """Queue an SM whose next task is due: as runnable, or at the first counter that falls short."""
-        if sm.at == len(sm.tasks):
-            sm.at = 0
-            sm.step += 1
-        if sm.step == len(steps) or not sm.tasks:
+    def settle(track: VirtualTrack) -> None:
+        """Queue a track whose next task is due: as runnable, or at the first counter that falls short."""
+        if track.at == len(track.tasks):
+            track.at = 0
+            track.step += 1
+        if track.step == len(steps) or not track.tasks:
             return
-        for wait in sm.tasks[sm.at].waits:
-            if counters.short_of(wait, epoch + sm.step):
-                waiters[wait.counter].append(sm)
+        for wait in track.tasks[track.at].waits:
+            if counters.short_of(wait, epoch + track.step):
+                waiters[wait.counter].append(track)
                 return
-        runnable.append(sm)
+        runnable.append(track)
 
-    for sm in sms:
-        settle(sm)
+    for track in tracks:
+        settle(track)
     while runnable:
         chosen = pick(runnable)
-        sm = runnable[chosen]
-        task = sm.tasks[sm.at]
+        track = runnable[chosen]
+        task = track.tasks[track.at]
         if trace is not None:
-            while len(trace) <= sm.step:
+            while len(trace) <= track.step:
                 trace.append([])
-            trace[sm.step].append((sm.sm, sm.at))
-        if sm.running is None:
-            while len(made) <= sm.step:
+            trace[track.step].append((track.track, track.at))
+        if track.running is None:
+            while len(made) <= track.step:
                 made.append(steps[len(made)]())
-            sm.running = task.run(made[sm.step])
-            if sm.running is not None:
+            track.running = task.run(made[track.step])
+            if track.running is not None:
                 continue
-        elif next(sm.running, _END) is not _END:
+        elif next(track.running, _END) is not _END:
             continue
-        sm.running = None
+        track.running = None
         runnable[chosen] = runnable[-1]
         runnable.pop()
-        sm.at += 1
-        settle(sm)
+        track.at += 1
+        settle(track)
         if task.signal != NONE:
             counters.values[task.signal] = (counters.values[task.signal] + task.value) & _MASK
             woken, waiters[task.signal] = waiters[task.signal], []
             for waiting in woken:
                 settle(waiting)
-    if any(sm.step < len(steps) and sm.tasks for sm in sms):
-        raise stalled(program, counters, sms, [s for s in sms if s.step < len(steps) and s.tasks], epoch, len(steps))
+    if any(track.step < len(steps) and track.tasks for track in tracks):
+        raise stalled(
+            program, counters, tracks, [t for t in tracks if t.step < len(steps) and t.tasks], epoch, len(steps)
+        )
     return made
 
 
@@ -161,31 +163,40 @@ _END = object()
 
 
 def stalled(
-    program: Program, counters: Counters, sms: list[VirtualSm], blocked: list[VirtualSm], epoch: int, steps: int
+    program: Program,
+    counters: Counters,
+    tracks: list[VirtualTrack],
+    blocked: list[VirtualTrack],
+    epoch: int,
+    steps: int,
 ) -> Stalled:
     """Who waits for which counter; first the counters that nobody is left to signal, for their signal is missing."""
     waiting: dict[tuple[bool, int], list[str]] = {}
     missing: dict[int, int] = {}
     places = []
-    for sm in blocked:
-        words = program.sm(sm.sm)[sm.at].tolist()
-        wait = next(wait for wait in sm.tasks[sm.at].waits if counters.short_of(wait, epoch + sm.step))
-        hopeful = any(_still_signals(other, wait.counter, steps) for other in sms)
-        task = f"SM {sm.sm} task {sm.at} ({ISA.rows[words[Word.OPCODE]].name}.{words[Word.LAYER]})"
+    for track in blocked:
+        words = program.track(track.track)[track.at].tolist()
+        wait = next(wait for wait in track.tasks[track.at].waits if counters.short_of(wait, epoch + track.step))
+        hopeful = any(_still_signals(other, wait.counter, steps) for other in tracks)
+        task = (
+            f"{program.name_of(track.track)} task {track.at} ({ISA.rows[words[Word.OPCODE]].name}.{words[Word.LAYER]})"
+        )
         waiting.setdefault((hopeful, wait.counter), []).append(task)
-        missing[wait.counter] = ((epoch + sm.step) * wait.per_step + wait.count - counters.values[wait.counter]) & _MASK
-        places.append((sm.sm, sm.at, wait.counter))
+        missing[wait.counter] = (
+            (epoch + track.step) * wait.per_step + wait.count - counters.values[wait.counter]
+        ) & _MASK
+        places.append((track.track, track.at, wait.counter))
     clauses = []
     for (hopeful, counter), tasks in sorted(waiting.items()):
-        who = ", ".join(tasks[:2]) + (f" and {len(tasks) - 2} more SMs" if len(tasks) > 2 else "")
+        who = ", ".join(tasks[:2]) + (f" and {len(tasks) - 2} more" if len(tasks) > 2 else "")
         clause = f"{who} waits for counter {counter} ({program.counters[counter].name}), {missing[counter]} short"
-        clauses.append(clause + ("" if hopeful else ", which no SM is left to signal"))
-    return Stalled(f"no SM can run: {'; '.join(clauses)}", places)
+        clauses.append(clause + ("" if hopeful else ", which nobody is left to signal"))
+    return Stalled(f"nothing can run: {'; '.join(clauses)}", places)
 
 
-def _still_signals(sm: VirtualSm, counter: int, steps: int) -> bool:
-    """Whether any task that an SM has yet to finish signals a counter."""
-    if sm.step >= steps:
+def _still_signals(track: VirtualTrack, counter: int, steps: int) -> bool:
+    """Whether any task that a track has yet to finish signals a counter."""
+    if track.step >= steps:
         return False
-    rest = sm.tasks if sm.step + 1 < steps else sm.tasks[sm.at :]
+    rest = track.tasks if track.step + 1 < steps else track.tasks[track.at :]
     return any(task.signal == counter for task in rest)

@@ -1,8 +1,8 @@
-"""Lowering: from a step's waves to per-SM lists of descriptors and counters with targets.
+"""Lowering: from a step's waves to two tracks of descriptors an SM, and counters with targets.
 
-Waits are derived, not written: a wave waits for every wave that wrote what it reads, unless its SM already knows that
-wave to be complete. An SM knows what it waited for and, with that, all that the waited-for wave's SMs knew when they
-signalled. So an SM polls a counter once a phase, and signals a phase once, with its last task of it.
+Waits are derived, not written: a wave waits for every wave that wrote what it reads, unless its track already knows
+that wave to be complete. A track knows what it waited for and, with that, all that the waited-for wave's tracks knew
+when they signalled. So a track polls a counter once a phase, and signals a phase once, with its last task of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Counter:
 class Program:
     """A lowered step: what the kernel, the interpreter and the verifier execute.
 
-    words: all descriptors, int32 [n, 32], SM after SM. offsets: int32 [n_sm + 1], the first descriptor of each SM.
+    words: all descriptors, int32 [n, 32], track after track: the main tracks of all SMs, then those aside.
+    offsets: int32 [2 n_sm + 1], the first descriptor of each track.
     """
 
     shape: StepShape
@@ -43,18 +44,33 @@ class Program:
     wave_order: tuple[str, ...]
     placement: str
 
-    def sm(self, sm: int) -> Words:
-        """Descriptors of one SM in program order [m, 32], a view."""
-        return self.words[self.offsets[sm] : self.offsets[sm + 1]]
+    @property
+    def tracks(self) -> int:
+        """Track t < n_sm is the main one of SM t, track n_sm + t the one aside."""
+        return 2 * self.shape.n_sm
+
+    def track(self, track: int) -> Words:
+        """Descriptors of one track in program order [m, 32], a view."""
+        return self.words[self.offsets[track] : self.offsets[track + 1]]
+
+    def name_of(self, track: int) -> str:
+        """`SM 3`, or `SM 3 aside` for its second track."""
+        aside, sm = divmod(track, self.shape.n_sm)
+        return f"SM {sm} aside" if aside else f"SM {sm}"
+
+    @property
+    def track_of(self) -> npt.NDArray[np.int64]:
+        """Track of every descriptor [n]."""
+        return np.repeat(np.arange(self.tracks), np.diff(self.offsets))
 
     @property
     def sm_of(self) -> npt.NDArray[np.int64]:
         """SM of every descriptor [n]."""
-        return np.repeat(np.arange(self.shape.n_sm), np.diff(self.offsets))
+        return self.track_of % self.shape.n_sm
 
     @property
     def schedule_hash(self) -> str:
-        """Hash of everything that is executed: descriptors, their SMs, counter increments."""
+        """Hash of everything that is executed: descriptors, their tracks, counter increments."""
         digest = hashlib.sha256(self.words.tobytes())
         digest.update(self.offsets.tobytes())
         digest.update(np.array([counter.per_step for counter in self.counters], np.int32).tobytes())
@@ -67,7 +83,7 @@ class _Wave:
     layer: int
     op: Op
     tasks: Words
-    sms: SmIds
+    tracks: SmIds
 
 
 def lower(shape: StepShape, wave_order: tuple[str, ...] | list[str], placement: str) -> Program:
@@ -82,16 +98,16 @@ def lower(shape: StepShape, wave_order: tuple[str, ...] | list[str], placement: 
             continue
         tasks[:, Word.TASK] = ordinal + np.arange(len(tasks))
         ordinal += len(tasks)
-        sms = placer.place(op, name, layer, tasks)
-        by_sm = np.argsort(sms, kind="stable")
-        waves.append(_Wave(name, layer, op, *_join(tasks[by_sm], sms[by_sm], op)))
+        tracks = placer.place(op, name, layer, tasks) + (shape.n_sm if op.aside else 0)
+        by_track = np.argsort(tracks, kind="stable")
+        waves.append(_Wave(name, layer, op, *_join(tasks[by_track], tracks[by_track], op)))
     _drop_unread(waves)
     counters = _synchronise(shape, waves)
     words = np.concatenate([wave.tasks for wave in waves])
-    sms = np.concatenate([wave.sms for wave in waves])
-    by_sm = np.argsort(sms, kind="stable")
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(sms, minlength=shape.n_sm))]).astype(np.int32)
-    return Program(shape, np.ascontiguousarray(words[by_sm]), offsets, tuple(counters), order, placement)
+    tracks = np.concatenate([wave.tracks for wave in waves])
+    by_track = np.argsort(tracks, kind="stable")
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(tracks, minlength=2 * shape.n_sm))]).astype(np.int32)
+    return Program(shape, np.ascontiguousarray(words[by_track]), offsets, tuple(counters), order, placement)
 
 
 def _step_waves(shape: StepShape, order: tuple[str, ...]) -> Iterator[tuple[str, int, int, int]]:
@@ -106,25 +122,25 @@ def _step_waves(shape: StepShape, order: tuple[str, ...]) -> Iterator[tuple[str,
     yield "sample", layers, 0, 1
 
 
-def _join(tasks: Words, sms: SmIds, op: Op) -> tuple[Words, SmIds]:
+def _join(tasks: Words, tracks: SmIds, op: Op) -> tuple[Words, SmIds]:
     """Join neighbouring strips that one SM runs in a row into one descriptor; the SM streams them in one go."""
     whole_k = (tasks[:, Word.K_SLOTS] == 0) | (tasks[:, Word.K_SLOTS] == tasks[:, Word.STRIP_PITCH])
     joinable = (tasks[:, Word.TILES] == 1) & whole_k  # parts of strips would leave holes between them
     if op.everywhere or (op.phase and not joinable.all()) or len(tasks) < 2:
-        return tasks, sms
+        return tasks, tracks
     same = tasks.copy()
     same[:, [Word.TILE, Word.TASK]] = 0
     follows = np.zeros(len(tasks), bool)
     follows[1:] = (
         (same[1:] == same[:-1]).all(axis=1)
-        & (sms[1:] == sms[:-1])
+        & (tracks[1:] == tracks[:-1])
         & joinable[1:]
         & (tasks[1:, Word.TILE] == tasks[:-1, Word.TILE] + 1)
     )
     heads = np.flatnonzero(~follows)
     joined = tasks[heads].copy()
     joined[:, Word.TILES] = np.where(joinable[heads], np.diff(np.append(heads, len(tasks))), joined[:, Word.TILES])
-    return joined, sms[heads]
+    return joined, tracks[heads]
 
 
 def _drop_unread(waves: list[_Wave]) -> None:
@@ -136,13 +152,13 @@ def _drop_unread(waves: list[_Wave]) -> None:
     for wave in waves:
         for access in wave.op.reads:
             if access.buffer in LOCAL_BUFFERS:
-                readers.setdefault((access.buffer, wave.layer + access.ahead), set()).update(wave.sms.tolist())
+                readers.setdefault((access.buffer, wave.layer + access.ahead), set()).update(wave.tracks.tolist())
     for wave in waves:
         if wave.op.everywhere and all(access.buffer in LOCAL_BUFFERS for access in wave.op.writes):
             used = set().union(*(readers.get((a.buffer, wave.layer + a.ahead), set()) for a in wave.op.writes))
-            keep = np.isin(wave.sms, list(used))
+            keep = np.isin(wave.tracks, list(used))
             published = bool((wave.tasks[:, Word.FLAGS] & Flag.PUBLISH).any())
-            wave.tasks, wave.sms = wave.tasks[keep], wave.sms[keep]
+            wave.tasks, wave.tracks = wave.tasks[keep], wave.tracks[keep]
             if published and not (wave.tasks[:, Word.FLAGS] & Flag.PUBLISH).any():
                 wave.tasks[:1, Word.FLAGS] |= Flag.PUBLISH
 
@@ -150,32 +166,32 @@ def _drop_unread(waves: list[_Wave]) -> None:
 def _synchronise(shape: StepShape, waves: list[_Wave]) -> list[Counter]:
     """Fill waits and signals in place; returns the counters.
 
-    Steps are closed: an SM's first task knows the previous step to be over, and the last wave knows every SM's last
-    task to be done, so hazards across steps need no waits of their own.
+    Steps are closed: a track's first task knows the previous step to be over, and the last wave knows every track's
+    last task to be done, so hazards across steps need no waits of their own.
 
-    Every wave that anyone reads has one counter, signalled once by each SM that takes part. `known[sm]` is a bit set of
-    waves whose completion this SM may rely on; `implied[w]` what the completion of wave w implies.
+    Every wave that anyone reads has one counter, signalled once by each track that takes part. `known[track]` is a bit
+    set of waves whose completion this track may rely on; `implied[w]` what the completion of wave w implies.
     """
     counters: list[Counter] = []
     counter_of: dict[int, int] = {}
     writers: dict[tuple[Buffer, int], list[int]] = {}
-    known = [0] * shape.n_sm
+    known = [0] * (2 * shape.n_sm)
     implied = [0] * len(waves)
     for index, wave in enumerate(waves):
         for access in wave.op.writes:
             buffer = resolve(access, wave.layer, shape, wave.tasks[0])
             writers.setdefault((buffer, wave.layer + access.ahead), []).append(index)
-    members = [sum(1 << sm for sm in set(wave.sms.tolist())) for wave in waves]
+    members = [sum(1 << track for track in set(wave.tracks.tolist())) for wave in waves]
     previous = len(waves)  # stands for "the previous step is over", known through the counter of the step's last wave
     implied.append(0)
     for index, wave in enumerate(waves):
-        # an SM signals in list order: this wave's completion is that of every earlier one run by no other SMs
+        # a track signals in list order: this wave's completion is that of every earlier one run by no other tracks
         implied[index] = sum(1 << other for other in range(index) if not members[other] & ~members[index])
         needs = _needs(shape, wave, writers)
-        first = np.flatnonzero(np.diff(wave.sms, prepend=-1))
-        alike: dict[int, list[int]] = {}  # SMs that know the same wait for the same
+        first = np.flatnonzero(np.diff(wave.tracks, prepend=-1))
+        alike: dict[int, list[int]] = {}  # tracks that know the same wait for the same
         for start in first.tolist():
-            alike.setdefault(known[wave.sms[start]], []).append(start)
+            alike.setdefault(known[wave.tracks[start]], []).append(start)
         for state, starts in alike.items():
             waits = _minimal([need for need in needs if not state >> need & 1], implied)
             if not any(bits >> previous & 1 for bits in (state, *(implied[need] for need in waits))):
@@ -189,10 +205,10 @@ def _synchronise(shape: StepShape, waves: list[_Wave]) -> list[Counter]:
                 state |= implied[need] | 1 << need
             implied[index] |= state
             for start in starts:
-                known[wave.sms[start]] = state
+                known[wave.tracks[start]] = state
     for need, _ in sorted(counter_of.items(), key=lambda item: item[1]):
         wave = waves[need]
-        last = np.flatnonzero(np.diff(wave.sms, append=-1))
+        last = np.flatnonzero(np.diff(wave.tracks, append=-1))
         wave.tasks[last, Word.SIGNAL] = counter_of[need]
         wave.tasks[last, Word.SIGNAL_VALUE] = 1
         counters.append(Counter(f"{wave.name}.{wave.layer}", len(last)))
@@ -208,28 +224,28 @@ def _synchronise(shape: StepShape, waves: list[_Wave]) -> list[Counter]:
 
 
 def _announce_tails(waves: list[_Wave], counters: list[Counter]) -> None:
-    """Let the step's last wave wait for every SM: one whose last task signals nothing signals what that wave awaits.
+    """Let the step's last wave wait for every track: one whose last task signals nothing signals what that wave awaits.
 
-    Only SMs that take no part in the last product (a vocabulary of few strips) have such a task.
+    Only tracks that take no part in the last product (a vocabulary of few strips) have such a task.
     """
     awaited = int(waves[-1].tasks[0, Word.WAIT0])
-    seen: set[int] = set(waves[-1].sms.tolist())
+    seen: set[int] = set(waves[-1].tracks.tolist())
     silent = 0
     for wave in reversed(waves[:-1]):
-        for last in np.flatnonzero(np.diff(wave.sms, append=-1)):
-            if int(wave.sms[last]) not in seen and wave.tasks[last, Word.SIGNAL] == NONE:
+        for last in np.flatnonzero(np.diff(wave.tracks, append=-1)):
+            if int(wave.tracks[last]) not in seen and wave.tasks[last, Word.SIGNAL] == NONE:
                 wave.tasks[last, [Word.SIGNAL, Word.SIGNAL_VALUE]] = awaited, 1
                 silent += 1
-        seen.update(wave.sms.tolist())
+        seen.update(wave.tracks.tolist())
     counters[awaited] = Counter(counters[awaited].name, counters[awaited].per_step + silent)
 
 
 def _needs(shape: StepShape, wave: _Wave, writers: dict[tuple[Buffer, int], list[int]]) -> list[int]:
-    """Waves (indices) of this step that this wave reads from across SMs."""
+    """Waves (indices) of this step that this wave reads from across tracks."""
     needs: set[int] = set()
     for access in wave.op.reads:
         if access.ahead < 0:
-            continue  # what the previous step left: every SM waits for that step's end before its first task
+            continue  # what the previous step left: every track waits for that step's end before its first task
         buffer = resolve(access, wave.layer, shape, wave.tasks[0])
         if buffer in LOCAL_BUFFERS or buffer == Buffer.QUEUES:
             continue  # program order carries the first; the second was cleared a step ago

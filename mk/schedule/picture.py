@@ -106,11 +106,12 @@ def _typical_layer(program: Program) -> int:
 
 def _draw(axes: Axes, program: Program, streamed: Floats, shown: npt.NDArray[np.bool_]) -> Floats:
     """Draw the shown entries, packed to the left of their SM's row; returns where each entry begins [n]."""
-    sms, n_sm = program.sm_of, program.shape.n_sm
-    longest = np.bincount(sms, streamed * shown, minlength=n_sm).max()
+    sms, n_sm = program.track_of, program.shape.n_sm  # main tracks only: what stands aside streams nothing
+    shown = shown & (sms < n_sm)
+    longest = np.bincount(sms, streamed * shown).max()
     unit, scale = ("MB", 1e6) if longest > 1e7 else ("KB", 1e3)
     widths = streamed * shown / scale
-    entries = np.bincount(sms, shown, minlength=n_sm).max()
+    entries = np.bincount(sms, shown).max()
     widths += shown * max(longest / scale, 1.0) * min(THINNEST, 0.05 / entries)
     ends = np.cumsum(widths)
     starts = ends - widths - np.concatenate([[0.0], ends])[program.offsets[:-1]][sms]

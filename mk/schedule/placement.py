@@ -123,7 +123,7 @@ class RowOwner:
     never leave the SM. Other waves are dealt in contiguous runs so that the bytes between two hand-offs are even.
     """
 
-    OWNED = frozenset({"embed", "oproj", "moe_down", "dense_down", "rmsnorm"})
+    OWNED = frozenset({"embed", "oproj_prefetch", "oproj", "moe_down", "dense_down", "rmsnorm"})
 
     def __init__(self, shape: StepShape) -> None:
         self.n_sm = shape.n_sm

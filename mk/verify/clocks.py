@@ -1,15 +1,15 @@
 """Who is known to have finished before a task starts: one greedy run of the counters, and vector clocks along it.
 
-Waits are monotone: counters only grow, so a wait that is reached stays reached, and running one SM further never stops
-another. Hence the order in which SMs are run does not matter: if the greedy run below completes, every fair
+Waits are monotone: counters only grow, so a wait that is reached stays reached, and running one track further never
+stops another. Hence the order in which tracks are run does not matter: if the greedy run below completes, every fair
 interleaving does, and if it stalls, every interleaving stalls at the same tasks.
 
-`known[t][m]` is the highest place in SM m's list that must be complete before task t starts. A wait orders after a
+`known[t][m]` is the highest place in track m that must be complete before task t starts. A wait orders after a
 signal only if its target cannot be reached without it: with the signals of one counter summing to `total` a step,
-signal i is *necessary* for a count when `total - (i and what its SM signals later on the counter) < count`. A wait
+signal i is *necessary* for a count when `total - (i and what its track signals later on the counter) < count`. A wait
 joins the clocks of its necessary signals; the others may or may not have happened.
 
-Clocks change only at waits, so they are stored per *segment*: the tasks of an SM from one that waits up to the next.
+Clocks change only at waits, so they are stored per *segment*: the tasks of a track from one that waits up to the next.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mk.verify.spans import physical, writes_tokens
 class Clocks:
     """Happens-before of one step.
 
-    known: int32 [segments, n_sm]; the own SM's column is meaningless (program order says more).
+    known: int32 [segments, tracks]; the own track's column is meaningless (program order says more).
     closed: bool [segments], the previous step is known to be complete.
     segment: int64 [n], the row of each descriptor.
     """
@@ -41,9 +41,9 @@ class Clocks:
     names: Names
 
     def before(self, tasks: Ints) -> npt.NDArray[np.int32]:
-        """For each task, the highest place of every SM's list that is complete before it starts: int32 [n, n_sm]."""
+        """For each task, the highest place of every track that is complete before it starts: int32 [n, tracks]."""
         have = self.known[self.segment[tasks]]
-        have[np.arange(len(tasks)), self.names.sm[tasks]] = self.names.index[tasks] - 1
+        have[np.arange(len(tasks)), self.names.track[tasks]] = self.names.index[tasks] - 1
         return have
 
 
@@ -57,30 +57,30 @@ class _Run:
 
     def __init__(self, program: Program, names: Names) -> None:
         self.program, self.names = program, names
-        words, n_sm = program.words, program.shape.n_sm
+        words, tracks = program.words, program.tracks
         waits = words[:, WAITS] != NONE
         signals = words[:, Word.SIGNAL] != NONE
         self.tasks = np.flatnonzero(waits.any(axis=1) | signals)
         bounds = np.searchsorted(self.tasks, program.offsets)
         self.cursor, self.end = bounds[:-1].tolist(), bounds[1:].tolist()
         self.value = [0] * len(program.counters)
-        # row `sm` is the segment before that SM's first wait; column n_sm is "the previous step is complete"
-        self.known = np.full((n_sm + int(waits.any(axis=1).sum()), n_sm + 1), -1, np.int32)
+        # row `track` is the segment before that track's first wait; column tracks is "the previous step is complete"
+        self.known = np.full((tracks + int(waits.any(axis=1).sum()), tracks + 1), -1, np.int32)
         self.starts: list[int] = program.offsets[:-1].tolist()
-        self.row = list(range(n_sm))
+        self.row = list(range(tracks))
         self.row_at_signal = np.full(len(words), -1, np.int64)
         self.joined: dict[tuple[int, int], npt.NDArray[np.int32]] = {}
         self._prepare_signals()
 
     def _prepare_signals(self) -> None:
-        """Signals sorted by counter, then SM, then place, each with what its SM adds from it on."""
-        words, sm = self.program.words, self.names.sm
+        """Signals sorted by counter, then track, then place, each with what its track adds from it on."""
+        words, track = self.program.words, self.names.track
         tasks = np.flatnonzero(words[:, Word.SIGNAL] != NONE)
         tasks = tasks[np.argsort(words[tasks, Word.SIGNAL], kind="stable")]
         counter, value = words[tasks, Word.SIGNAL], words[tasks, Word.SIGNAL_VALUE].astype(np.int64)
         total = np.cumsum(value[::-1])[::-1]  # of this signal and all behind it
         last = np.ones(len(tasks), bool)
-        last[:-1] = (counter[1:] != counter[:-1]) | (sm[tasks][1:] != sm[tasks][:-1])
+        last[:-1] = (counter[1:] != counter[:-1]) | (track[tasks][1:] != track[tasks][:-1])
         ends = np.flatnonzero(last)
         behind = np.append(total, 0)[ends + 1]
         self.signals, self.from_here = tasks, total - np.repeat(behind, np.diff(ends, prepend=-1))
@@ -94,14 +94,14 @@ class _Run:
         second, count1 = words[tasks, Word.WAIT1].tolist(), words[tasks, Word.WAIT1_COUNT].tolist()
         signal, gain = words[tasks, Word.SIGNAL].tolist(), words[tasks, Word.SIGNAL_VALUE].tolist()
         task_of, value, known, row = tasks.tolist(), self.value, self.known, self.row
-        n_sm = self.program.shape.n_sm
-        known[self.names.sm[final], n_sm] = 1  # the tokens' own SM has done its previous step
+        tracks = self.program.tracks
+        known[self.names.track[final], tracks] = 1  # the tokens' own track has done its previous step
         waiting: list[list[int]] = [[] for _ in self.program.counters]
         least = [0] * len(waiting)  # the smallest count that anyone in `waiting` needs
-        ready = list(range(n_sm))
+        ready = list(range(tracks))
         while ready:
-            sm = ready.pop()
-            at, end = self.cursor[sm], self.end[sm]
+            track = ready.pop()
+            at, end = self.cursor[track], self.end[track]
             while at < end:
                 blocked = NONE
                 for counter, count in ((first[at], count0[at]), (second[at], count1[at])):
@@ -110,27 +110,27 @@ class _Run:
                 if blocked != NONE:
                     queue = waiting[blocked]
                     least[blocked] = min(least[blocked], needed) if queue else needed
-                    queue.append(sm)
+                    queue.append(track)
                     break
                 if first[at] != NONE or second[at] != NONE:
                     clock = known[len(self.starts)]
-                    clock[:] = known[row[sm]]
+                    clock[:] = known[row[track]]
                     for counter, count in ((first[at], count0[at]), (second[at], count1[at])):
                         if counter != NONE and count > 0:
                             np.maximum(clock, self._join(counter, count), out=clock)
                         elif counter in closing:
-                            clock[n_sm] = 1
-                    row[sm] = len(self.starts)
+                            clock[tracks] = 1
+                    row[track] = len(self.starts)
                     self.starts.append(task_of[at])
                 counter = signal[at]
                 if counter != NONE:
-                    self.row_at_signal[task_of[at]] = row[sm]
+                    self.row_at_signal[task_of[at]] = row[track]
                     value[counter] += gain[at]
                     if waiting[counter] and value[counter] >= least[counter]:
                         ready += waiting[counter]
                         waiting[counter] = []
                 at += 1
-            self.cursor[sm] = at
+            self.cursor[track] = at
         if self.cursor != self.end:
             raise self._deadlock()
         return self._clocks()
@@ -143,26 +143,26 @@ class _Run:
             necessary = self.program.counters[counter].per_step - self.from_here[of] < count
             tasks = self.signals[of][necessary]
             clocks = self.known[self.row_at_signal[tasks]]
-            clocks[np.arange(len(tasks)), self.names.sm[tasks]] = self.names.index[tasks]
+            clocks[np.arange(len(tasks)), self.names.track[tasks]] = self.names.index[tasks]
             joined = self.joined[counter, count] = clocks.max(axis=0, initial=-1)
         return joined
 
     def _clocks(self) -> Clocks:
-        n_sm, starts = self.program.shape.n_sm, np.array(self.starts)
-        by_start = np.argsort(starts, kind="stable")  # an SM's own first row stands before a wait in its first task
+        tracks, starts = self.program.tracks, np.array(self.starts)
+        by_start = np.argsort(starts, kind="stable")  # a track's own first row stands before a wait in its first task
         segment = by_start[np.searchsorted(starts[by_start], np.arange(len(self.program.words)), "right") - 1]
         known = self.known[: len(starts)]
-        return Clocks(known[:, :n_sm], known[:, n_sm] > 0, segment, self.names)
+        return Clocks(known[:, :tracks], known[:, tracks] > 0, segment, self.names)
 
     def _deadlock(self) -> VerifyError:
-        """Walk from a stuck SM to the SM that holds the signal it misses, until an SM comes up twice."""
+        """Walk from a stuck track to the one that holds the signal it misses, until a track comes up twice."""
         words, names = self.program.words, self.names
-        sm = next(sm for sm, at in enumerate(self.cursor) if at < self.end[sm])
+        track = next(track for track, at in enumerate(self.cursor) if at < self.end[track])
         seen: list[int] = []
         steps: list[str] = []
-        while sm not in seen:
-            seen.append(sm)
-            task = int(self.tasks[self.cursor[sm]])
+        while track not in seen:
+            seen.append(track)
+            task = int(self.tasks[self.cursor[track]])
             missing = [
                 (int(words[task, wait]), int(words[task, wait + 1]))
                 for wait in WAITS
@@ -175,12 +175,14 @@ class _Run:
             signals = self.signals[self.first_signal[counter] : self.first_signal[counter + 1]]
             holder = int(signals[self.row_at_signal[signals] < 0][0])
             steps[-1] += f", {names.task(holder)} would signal it"
-            sm = int(names.sm[holder])
+            track = int(names.track[holder])
         stuck = sum(at < end for at, end in zip(self.cursor, self.end, strict=True))
-        where = f"; and so back to SM {sm}"
+        where = f"; and so back to {self.program.name_of(track)}"
         buffers = _reads(self.program, int(self.tasks[self.cursor[seen[0]]]))
         hint = "a wave stands before one that it reads from, or a wait follows a signal that needs it first"
-        return VerifyError("deadlock", f"deadlock of {stuck} SMs before {buffers}: " + "; ".join(steps) + where, hint)
+        return VerifyError(
+            "deadlock", f"deadlock of {stuck} tracks before {buffers}: " + "; ".join(steps) + where, hint
+        )
 
 
 def _reads(program: Program, task: int) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mk.errors import MkError
-from mk.graph import QUEUE_KINDS
+from mk.graph import HEAD_PARTS, QUEUE_KINDS
 from mk.isa import ISA, NONE, Buffer, Word
 
 if TYPE_CHECKING:
@@ -29,40 +29,40 @@ class VerifyError(MkError):
 
 
 class Names:
-    """How messages call the parts of a program, and where a descriptor stands in its SM's list.
+    """How messages call the parts of a program, and where a descriptor stands in its track.
 
-    sm, index: int64 [n], the SM of each descriptor and its place in that SM's list.
+    track, index: int64 [n], the track of each descriptor and its place in it.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.sm: Ints = program.sm_of.astype(np.int64)
-        self.index: Ints = np.arange(len(program.words)) - program.offsets[self.sm]
+        self.track: Ints = program.track_of.astype(np.int64)
+        self.index: Ints = np.arange(len(program.words)) - program.offsets[self.track]
 
     def task(self, task: int) -> str:
-        """`SM 3 task 17 (moe_down.5)`: the SM, the place in its list, the operation and the layer."""
+        """`SM 3 task 17 (moe_down.5)`: the SM (`SM 3 aside`), the place in its track, the operation and the layer."""
         word = self.program.words[task]
         op = ISA.rows.get(int(word[Word.OPCODE]))
         name = op.name if op else f"opcode {int(word[Word.OPCODE])}"
-        return f"SM {self.sm[task]} task {self.index[task]} ({name}.{int(word[Word.LAYER])})"
+        return f"{self.program.name_of(int(self.track[task]))} task {self.index[task]} ({name}.{int(word[Word.LAYER])})"
 
-    def at(self, sm: int, index: int) -> int:
-        """The descriptor at place `index` of an SM's list."""
-        return int(self.program.offsets[sm]) + index
+    def at(self, track: int, index: int) -> int:
+        """The descriptor at place `index` of a track."""
+        return int(self.program.offsets[track]) + index
 
     def counter(self, counter: int) -> str:
         return f"counter {self.program.counters[counter].name}"
 
     def announced(self, task: int) -> str:
-        """The counter that tells other SMs that `task` is done: the next one its SM signals."""
-        end = self.program.offsets[self.sm[task] + 1]
+        """The counter that tells others that `task` is done: the next one its track signals."""
+        end = self.program.offsets[self.track[task] + 1]
         signals = self.program.words[task:end, Word.SIGNAL]
         later = signals[signals != NONE]
         return self.counter(int(later[0])) if len(later) else "no counter"
 
     def waits(self, task: int) -> str:
-        """The counters that `task`, or the last task before it on its SM that waits, waits for."""
-        start = self.program.offsets[self.sm[task]]
+        """The counters that `task`, or the last task before it on its track that waits, waits for."""
+        start = self.program.offsets[self.track[task]]
         waits = self.program.words[start : task + 1][:, [Word.WAIT0, Word.WAIT1]]
         waiting = np.flatnonzero((waits != NONE).any(axis=1))
         if not len(waiting):
@@ -82,7 +82,7 @@ def unit_count(shape: StepShape, buffer: Buffer) -> int:
     return {
         Buffer.QKV: -(-g.qkv_rows // 16),
         Buffer.PARTIAL: shape.rows * g.kv_heads * shape.split_stride,
-        Buffer.ATTN_OUT: shape.rows * g.q_heads,
+        Buffer.ATTN_OUT: shape.rows * g.q_heads * HEAD_PARTS,
         Buffer.ROUTER_PART: router.slots if router else 0,
         Buffer.ROUTE: 1,
         Buffer.HIDDEN: experts * shape.hidden_strips,
@@ -106,8 +106,9 @@ def describe(shape: StepShape, buffer: Buffer, lo: int, hi: int) -> str:
         row, kv_head = divmod(head, shape.geometry.kv_heads)
         return f"row {row} KV head {kv_head} {span('split', split, min(split + hi - lo, shape.split_stride))}"
     if buffer == Buffer.ATTN_OUT:
-        row, head = divmod(lo, shape.geometry.q_heads)
-        return f"row {row} {span('head', head, min(head + hi - lo, shape.geometry.q_heads))}"
+        unit, part = divmod(lo, HEAD_PARTS)
+        row, head = divmod(unit, shape.geometry.q_heads)
+        return f"row {row} head {head} {span('part', part, min(part + hi - lo, HEAD_PARTS))}"
     if buffer in (Buffer.HIDDEN, Buffer.FFN_PART):
         pitch = shape.hidden_strips if buffer == Buffer.HIDDEN else shape.strips
         expert, strip = divmod(lo, pitch)

@@ -24,7 +24,7 @@ from mk.verify.errors import Ints, VerifyError, unit_count
 from mk.verify.routing import ROUTED, Family, Pieces
 from mk.verify.spans import AddressSpace, Touches
 
-CHUNK = 1 << 15  # readers compared at a time: 132 clock entries each
+CHUNK = 1 << 15  # readers compared at a time: 264 clock entries each on 132 SMs
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RegionCheck:
     ) -> None:
         self.program, self.clocks, self.names = program, clocks, clocks.names
         self.reads, self.writes = reads, writes
-        self.n_sm, self.offsets = program.shape.n_sm, program.offsets.astype(np.int64)
+        self.tracks = program.tracks
         self.versions = program.shape.geometry.layers + 2
 
     def space(self, buffer: Buffer) -> AddressSpace:
@@ -178,8 +178,8 @@ class RegionCheck:
         starts = np.searchsorted(writers.region[by_region], np.arange(writers.count + 1))
         which, member = _pairs(starts[writing], starts[writing + 1])
         tasks = writers.tasks[by_region[member]]
-        need = np.full((readers.count, self.n_sm), -1, np.int32)
-        np.maximum.at(need, (reading[which], self.names.sm[tasks]), self.names.index[tasks].astype(np.int32))
+        need = np.full((readers.count, self.tracks), -1, np.int32)
+        np.maximum.at(need, (reading[which], self.names.track[tasks]), self.names.index[tasks].astype(np.int32))
 
         # within a segment the clock is the same, and the first reader of a region stands for the later ones
         segments = len(self.clocks.known)
@@ -190,9 +190,9 @@ class RegionCheck:
             k = once[start : start + CHUNK]
             late = need[readers.region[k]] > self.clocks.before(readers.tasks[k])
             if late.any():
-                at, sm = np.argwhere(late)[0]
+                at, track = np.argwhere(late)[0]
                 reader = int(readers.tasks[k[at]])
-                writer = self.names.at(int(sm), int(need[readers.region[k[at]], sm]))
+                writer = self.names.at(int(track), int(need[readers.region[k[at]], track]))
                 written = writers.owner == writers.region[writers.tasks == writer][0]
                 lo, hi = int(writers.lo[written].min()), int(writers.hi[written].max())
                 raise VerifyError(
@@ -212,8 +212,8 @@ class RegionCheck:
             return
         tasks, version = (np.concatenate([getattr(t, name) for t in touched]) for name in ("tasks", "version"))
         versions, rank = np.unique(version, return_inverse=True)
-        last = np.full((len(versions), self.n_sm), -1, np.int32)
-        np.maximum.at(last, (rank, self.names.sm[tasks]), self.names.index[tasks].astype(np.int32))
+        last = np.full((len(versions), self.tracks), -1, np.int32)
+        np.maximum.at(last, (rank, self.names.track[tasks]), self.names.index[tasks].astype(np.int32))
         writing = sum(len(t.tasks) for t in writes)
         tasks, rank = tasks[:writing], rank[:writing]
         tasks, rank = tasks[rank > 0], rank[rank > 0]
@@ -225,12 +225,12 @@ class RegionCheck:
             late = last[rank[k] - 1] > self.clocks.before(tasks[k])
             if buffer in LOCAL_BUFFERS:
                 own = np.zeros_like(late)
-                own[np.arange(len(k)), self.names.sm[tasks[k]]] = True
+                own[np.arange(len(k)), self.names.track[tasks[k]]] = True
                 late &= own
             if late.any():
-                at, sm = np.argwhere(late)[0]
+                at, track = np.argwhere(late)[0]
                 writer, before = int(tasks[k[at]]), int(rank[k[at]]) - 1
-                user = self.names.at(int(sm), int(last[before, sm]))
+                user = self.names.at(int(track), int(last[before, track]))
                 raise VerifyError(
                     "overwrite",
                     f"{self.names.task(writer)} may overwrite {buffer.name} before {self.names.task(user)} is done "

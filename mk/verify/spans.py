@@ -39,7 +39,7 @@ class AddressSpace:
     def base(self, tasks: Ints, version: Ints) -> Ints:
         """Address of unit 0 as `tasks` see it in `version` (-1: what the previous step left)."""
         if self.buffer in LOCAL_BUFFERS:
-            version = self.names.sm[tasks] * self.versions + version
+            version = self.names.track[tasks] * self.versions + version
         return (version + 1) * self.room
 
     def unit(self, address: int) -> int:

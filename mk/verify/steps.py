@@ -2,9 +2,9 @@
 
 Steps are *closed* when
 
-(a) the task that writes the tokens (`sample`) starts after every other task of the step, on every SM, and
-(b) every task starts after the previous step's tokens: its SM wrote them, or has waited for their counter with a count
-    of 0, whose target in step e is `e * per_step`, or has waited for a task of which one of these is true.
+(a) the task that writes the tokens (`sample`) starts after every other task of the step, on every track, and
+(b) every task starts after the previous step's tokens: its track wrote them, or has waited for their counter with a
+    count of 0, whose target in step e is `e * per_step`, or has waited for a task of which one of these is true.
 
 Then all of step e happens before all of step e+1: consider the first moment at which any task of step e+1 starts. By
 (b), and because nothing of step e+1 has been signalled yet, it follows the tokens of step e, and by (a) every task of
@@ -32,7 +32,7 @@ from mk.verify.spans import Touches, writes_tokens
 
 
 def check_ring(program: Program, names: Names) -> None:
-    """The weight ring is filled in list order, so expert ids must come from an earlier task of the same SM.
+    """The weight ring is filled in list order, so expert ids must come from an earlier task of the same track.
 
     Raises VerifyError("ring") for a phase that would block it: the ids its addresses follow never come, and the
     weights of the task that makes them are queued behind.
@@ -40,17 +40,18 @@ def check_ring(program: Program, names: Names) -> None:
     words = program.words
     makes = [op.opcode for op in ISA if any(access.buffer == Buffer.ROUTE for access in op.writes)]
     follows = [op.opcode for op in ISA if op.phase and any(access.buffer == Buffer.ROUTE for access in op.reads)]
-    made = np.full((program.shape.n_sm, program.shape.geometry.layers + 1), len(words), np.int64)
+    made = np.full((program.tracks, program.shape.geometry.layers + 1), len(words), np.int64)
     makers = np.flatnonzero(np.isin(words[:, Word.OPCODE], makes))
-    np.minimum.at(made, (names.sm[makers], words[makers, Word.LAYER]), makers)
+    np.minimum.at(made, (names.track[makers], words[makers, Word.LAYER]), makers)
     phases = np.flatnonzero(np.isin(words[:, Word.OPCODE], follows))
-    blocked = phases[made[names.sm[phases], words[phases, Word.LAYER]] > phases]
+    blocked = phases[made[names.track[phases], words[phases, Word.LAYER]] > phases]
     for task in blocked[:1]:
         layer = int(words[task, Word.LAYER])
         raise VerifyError(
             "ring",
-            f"{names.task(task)} blocks the weight ring of SM {names.sm[task]}: its addresses follow ROUTE, and no "
-            f"earlier task of this SM picks the experts of layer {layer} (it waits for {names.waits(task)})",
+            f"{names.task(task)} blocks the weight ring of {program.name_of(int(names.track[task]))}: its addresses "
+            f"follow ROUTE, and no earlier task of this track picks the experts of layer {layer} "
+            f"(it waits for {names.waits(task)})",
             hint="every wave that follows the routing must stand after topk",
         )
 
@@ -64,9 +65,9 @@ def check_closed(program: Program, clocks: Clocks) -> None:
     sample = final[0]
     ends = np.diff(program.offsets) - 1
     have = clocks.before(np.array(final))[0]
-    have[names.sm[sample]] = names.index[sample]
-    for sm in np.flatnonzero(have < ends)[:1]:
-        task = names.at(int(sm), int(ends[sm]))
+    have[names.track[sample]] = names.index[sample]
+    for track in np.flatnonzero(have < ends)[:1]:
+        task = names.at(int(track), int(ends[track]))
         raise VerifyError(
             "step",
             f"{names.task(sample)} may write TOKENS before {names.task(task)} is done, so the next step may overtake "

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from mk.graph import QUEUE_KINDS, StepShape, queue_id, x_buffer
-from mk.isa import DESCRIPTOR_WORDS, ISA, NONE, Buffer, Flag, Word, Words
+from mk.graph import HEAD_PARTS, QUEUE_KINDS, StepShape, queue_id, x_buffer
+from mk.isa import DESCRIPTOR_WORDS, ISA, NONE, Buffer, Flag, Op, Word, Words
 from mk.model.packing import MatrixSlots
 from mk.schedule.lower import Program
 from mk.verify.errors import Ints, Names, VerifyError
@@ -21,6 +21,7 @@ from mk.verify.errors import Ints, Names, VerifyError
 MATRIX = {
     "qkv": "qkv",
     "o_proj": "o",
+    "prefetch": "o",
     "router": "router",
     "moe_up": "up",
     "moe_up_drain": "up",
@@ -72,13 +73,13 @@ SOURCE = {"residual": _owned(Buffer.ACC_ATTN, Buffer.OPROJ_OUT)}
 
 
 def check_lists(program: Program) -> None:
-    """The lists of the SMs are the descriptors, one after the other. Raises VerifyError("word")."""
-    words, offsets, n_sm = program.words, program.offsets, program.shape.n_sm
+    """The tracks of the SMs are the descriptors, one after the other. Raises VerifyError("word")."""
+    words, offsets, tracks = program.words, program.offsets, program.tracks
     if words.ndim != 2 or words.shape[1] != DESCRIPTOR_WORDS:
         raise VerifyError("word", f"descriptors have shape {words.shape}, not [n, {DESCRIPTOR_WORDS}]")
-    whole = len(offsets) == n_sm + 1 and offsets[0] == 0 and offsets[-1] == len(words)
+    whole = len(offsets) == tracks + 1 and offsets[0] == 0 and offsets[-1] == len(words)
     if not whole or (np.diff(offsets) < 0).any():
-        raise VerifyError("word", f"the offsets do not cut {len(words)} descriptors into the lists of {n_sm} SMs")
+        raise VerifyError("word", f"the offsets do not cut {len(words)} descriptors into {tracks} tracks, two an SM")
 
 
 def check_words(program: Program, names: Names) -> None:
@@ -100,7 +101,15 @@ def check_words(program: Program, names: Names) -> None:
     for op in ISA:
         tasks = np.flatnonzero(words[:, Word.OPCODE] == op.opcode)
         if len(tasks):
+            _check_track(program, names, op, tasks)
             _check_op(_Group(program, names, op.name, tasks))
+
+
+def _check_track(program: Program, names: Names, op: Op, tasks: Ints) -> None:
+    """An operation aside stands in the tracks beside the main ones, and no other does."""
+    for task in tasks[(names.track[tasks] >= program.shape.n_sm) != op.aside][:1]:
+        where = "its SM's second track" if op.aside else "its SM's main track"
+        raise VerifyError("word", f"{names.task(task)} does not stand in {where}")
 
 
 class _Group:
@@ -246,8 +255,10 @@ def _check_attention(group: _Group, layers: tuple[int, ...]) -> None:
         group.equal(Word.FLAGS, 0)
     if op == "attn_combine":
         group.within(Word.HEAD, 0, g.q_heads)
-        lo = row * g.q_heads + head
-        group.partition(lo, lo + 1, s.rows * g.q_heads, "merged head", layers)
+        group.within(Word.TILE, 0, HEAD_PARTS)
+        group.within(Word.TILES, 1, HEAD_PARTS + 1)
+        lo = (row * g.q_heads + head) * HEAD_PARTS + words[:, Word.TILE]
+        group.partition(lo, lo + words[:, Word.TILES], s.rows * g.q_heads * HEAD_PARTS, "merged head part", layers)
     if op == "attention":
         most = np.array([s.splits.most(s.bucket, s.window(layer)) for layer in range(g.layers)])
         group.within(Word.HEAD, 0, g.kv_heads)

@@ -1,60 +1,84 @@
-// attn_combine: the splits of one (row, query head). Warp w adds splits w, w + 8, ...; the storer adds the warps.
+// attn_combine: merges the splits of 32 dims of one (row, query head).
+//
+// Lane (i, j) takes dims 4j .. 4j+3 of splits i, i + 4, ...; the four lanes of a dim then add up, nearest first. The
+// order depends on the splits alone. One warp.
 #pragma once
-#include "../gemm.cuh"
-#include "../tile.cuh"
+#include "../splits.cuh"
 
-DEVICE bool combine_splits(const StepParams& p, Shared& s, Streams& st, const int* d) {
-  const int thread = hidden(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  int row = d[W_ROW], n = d[W_HEAD] % GROUP;
-  int splits = Splits(s.keys[row], d[W_FLAGS] & FLAG_SLIDING).count();
-  int first = (row * KV_HEADS + d[W_HEAD] / GROUP) * SPLIT_STRIDE;
-  constexpr int PER_LANE = (SPLIT_STRIDE + 31) / 32, PER_WARP = (SPLIT_STRIDE + CONSUMERS - 1) / CONSUMERS;
-  float4 v[PER_WARP];
+class Combine {
+ public:
+  DEVICE Combine(const StepParams& params, Shared& shared, const int* descriptor, int lane_)
+      : p(params), s(shared), d(descriptor), lane(lane_),
+        splits(Splits(shared.keys[descriptor[W_ROW]], descriptor[W_FLAGS] & FLAG_SLIDING).count()),
+        first((descriptor[W_ROW] * KV_HEADS + descriptor[W_HEAD] / GROUP) * SPLIT_STRIDE) {}
+
+  DEVICE void run() {
+    float4 v[TOGETHER];
+    load(v, d[W_TILE]);  // before the shares, so that both come with one trip to L2
+    const float scale = share();
+#pragma unroll 1
+    for (int part = d[W_TILE];; load(v, part)) {
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-  for (int i = 0; i < PER_WARP; ++i) {
-    int split = warp + i * CONSUMERS;
-    const float* src = p.partial_o + (static_cast<size_t>(first + split) * GROUP + n) * 128 + lane * 4;
-    v[i] = split < splits ? load_l2(reinterpret_cast<const float4*>(src)) : make_float4(0.f, 0.f, 0.f, 0.f);
-  }
-  float weight[PER_LANE], top = -INFINITY, sum = 0.f;
+      for (int i = 0; i < TOGETHER; ++i) {
+        const float w = s.split_weight[i * APART + lane / DIM_LANES];
+        sum.x += w * v[i].x, sum.y += w * v[i].y, sum.z += w * v[i].z, sum.w += w * v[i].w;
+      }
 #pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) {
-    int split = lane + i * 32;
-    weight[i] = split < splits ? load_l2(p.partial_ml + (first + split) * 16 + n) : -INFINITY;
-    top = fmaxf(top, weight[i]);
-  }
-  for (int x = 1; x < 32; x *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, x));
-#pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) {
-    int split = lane + i * 32;
-    weight[i] = split < splits ? exp2f(weight[i] - top) : 0.f;
-    if (split < splits) sum += weight[i] * load_l2(p.partial_ml + (first + split) * 16 + 8 + n);
-  }
-  for (int x = 1; x < 32; x *= 2) sum += __shfl_xor_sync(~0u, sum, x);
-  float c[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-  for (int i = 0; i < PER_WARP; ++i) {
-    int split = warp + i * CONSUMERS;
-    float w = 0.f;
-#pragma unroll
-    for (int j = 0; j < PER_LANE; ++j) {
-      float candidate = __shfl_sync(~0u, weight[j], split % 32);
-      if (split / 32 == j) w = candidate;
+      for (int x = DIM_LANES; x < 32; x *= 2) {
+        sum.x += __shfl_xor_sync(~0u, sum.x, x), sum.y += __shfl_xor_sync(~0u, sum.y, x);
+        sum.z += __shfl_xor_sync(~0u, sum.z, x), sum.w += __shfl_xor_sync(~0u, sum.w, x);
+      }
+      if (lane < DIM_LANES)
+        *reinterpret_cast<uint2*>(p.attn_out + d[W_ROW] * Q_PAD + d[W_HEAD] * 128 + part * 32 + lane * 4) =
+            make_uint2(pack_bf16(sum.x * scale, sum.y * scale), pack_bf16(sum.z * scale, sum.w * scale));
+      if (++part == d[W_TILE] + d[W_TILES]) return;
     }
-    c[0] += w * v[i].x, c[1] += w * v[i].y, c[2] += w * v[i].z, c[3] += w * v[i].w;
   }
-  if (!st.await_tile()) return false;
-  if (warp == 0 && lane == 0) s.denominator[st.tile_index()] = sum;
-  return st.put(c);
-}
 
-// The warps' sum `v` over the splits' common denominator: four dims a lane. An inactive row attends to nothing.
-DEVICE void store_head(const StepParams& p, const Shared& s, const Place& at, const int* d, float denominator,
-                       float (&v)[4]) {
-  bool active = s.keys[d[W_ROW]] > 0;
-  float scale = active ? 1.f / denominator : 0.f;
+ private:
+  static constexpr int DIM_LANES = 8, APART = 32 / DIM_LANES;  // lanes of 32 dims; splits side by side
+  static constexpr int TOGETHER = (SPLIT_STRIDE + APART - 1) / APART;
+  static_assert(TOGETHER * APART <= MAX_STRIDE, "room for the weights");
+
+  DEVICE void load(float4 (&v)[TOGETHER], int part) const {
+    const float* from = p.partial_o + (static_cast<size_t>(first + lane / DIM_LANES) * GROUP + d[W_HEAD] % GROUP) * 128 +
+                        part * 32 + lane % DIM_LANES * 4;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] = active ? v[i] * scale : 0.f;
-  *reinterpret_cast<uint2*>(p.attn_out + d[W_ROW] * Q_PAD + d[W_HEAD] * 128 + at.lane * 4) =
-      make_uint2(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]));
-}
+    for (int i = 0; i < TOGETHER; ++i)
+      v[i] = i * APART + lane / DIM_LANES < splits ? load_l2(reinterpret_cast<const float4*>(from + i * APART * GROUP * 128))
+                                                   : make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+
+  // Each split's share of the softmax, 2^(m - max m), to shared memory; returns 1 over the sum of share x split's sum.
+  // An inactive row attends to nothing: 0.
+  DEVICE float share() {
+    constexpr int PER_LANE = (TOGETHER * APART + 31) / 32;
+    float m[PER_LANE], mass[PER_LANE], top = -INFINITY, sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      const float* ml = p.partial_ml + (first + lane + i * 32) * 16 + d[W_HEAD] % GROUP;
+      const bool used = lane + i * 32 < splits;
+      m[i] = used ? load_l2(ml) : -INFINITY;
+      mass[i] = used ? load_l2(ml + 8) : 0.f;
+      top = fmaxf(top, m[i]);
+    }
+#pragma unroll
+    for (int x = 1; x < 32; x *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, x));
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      const float w = lane + i * 32 < splits ? exp2f(m[i] - top) : 0.f;
+      if (lane + i * 32 < TOGETHER * APART) s.split_weight[lane + i * 32] = w;
+      sum += w * mass[i];
+    }
+#pragma unroll
+    for (int x = 1; x < 32; x *= 2) sum += __shfl_xor_sync(~0u, sum, x);
+    __syncwarp();
+    return splits ? 1.f / sum : 0.f;
+  }
+
+  const StepParams& p;
+  Shared& s;
+  const int* d;
+  const int lane, splits, first;
+};

@@ -16,6 +16,7 @@ DEVICE bool down_owned(const StepParams& p, Shared& s, Streams& st, const int* d
   const Route& route = s.route[d[W_LAYER] & 1];
   constexpr int TOGETHER = 4;
   const int n0 = threadIdx.x % 4 * 2;  // this lane's columns of the product: batch rows n0 and n0 + 1
+#pragma unroll 1
   for (int strip = 0; strip < d[W_TILES]; ++strip) {
     float sum[4] = {0.f, 0.f, 0.f, 0.f};
     auto add = [&](const Fragment<FFN_SLOTS>& b, int a) {
@@ -32,6 +33,7 @@ DEVICE bool down_owned(const StepParams& p, Shared& s, Streams& st, const int* d
         }
       return true;
     };
+#pragma unroll 1
     for (int first = 0; first < route.n_active; first += TOGETHER) {
       Fragment<FFN_SLOTS> b[TOGETHER];
 #pragma unroll
@@ -50,6 +52,7 @@ DEVICE bool down_tiles(const StepParams& p, Shared& s, Streams& st, const int* d
   const Route& route = s.route[d[W_LAYER] & 1];
   Fragment<FFN_SLOTS> b;
   int loaded = NONE;
+#pragma unroll 1
   for (int flat = d[W_TILE], end = flat + d[W_TILES]; flat < end; ++flat) {
     int a = flat / HIDDEN_STRIPS;
     if (a != loaded) load_hidden(b, p, route, a);
@@ -71,9 +74,11 @@ DEVICE void store_expert_part(const StepParams& p, const Shared& s, const Place&
 // The weighted sum of a strip's expert parts, ascending id.
 DEVICE void moe_combine(const StepParams& p, const Shared& s, const Place& at, const int* d) {
   const Route& route = s.route[d[W_LAYER] & 1];
+#pragma unroll 1
   for (int i = 0; i < d[W_TILES]; ++i) {
     int strip = d[W_TILE] + i;
     float sum[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
     for (int a = 0; a < route.n_active; ++a) {
       int expert = route.active[a];
       const float* part = p.ffn_part + static_cast<size_t>(expert) * MAX_ROWS * HIDDEN + strip * 16 + at.r;

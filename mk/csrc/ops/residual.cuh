@@ -5,6 +5,7 @@
 // x = the token's row of the packed head; four columns a lane. An inactive row enters as zeros.
 DEVICE void embed(const StepParams& p, Shared& s, const Place& at, const int* d) {
   int row = at.lane / 4, part = at.lane % 4;
+#pragma unroll 1
   for (int i = 0; i < d[W_TILES]; ++i) {
     int strip = d[W_TILE] + i, column = strip * 16 + part * 4;
     uint2 v = make_uint2(0, 0);
@@ -37,6 +38,7 @@ DEVICE void residual(const StepParams& p, Shared& s, const Place& at, const int*
   int layer = d[W_LAYER];
   const bf16* x = p.x + (layer & 1) * MAX_ROWS * HIDDEN_PAD;
   bf16* out = p.x + (~layer & 1) * MAX_ROWS * HIDDEN_PAD;
+#pragma unroll 1
   for (int i = 0; i < d[W_TILES]; ++i) {
     int strip = d[W_TILE] + i;
     float squares[2] = {0.f, 0.f};

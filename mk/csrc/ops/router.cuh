@@ -6,6 +6,7 @@
 // Masks pick the fragment: an index would push the registers to local memory.
 DEVICE bool multiply_router(Streams& st, const Fragment<HIDDEN_SLOTS>& x, const int* d) {
   int slot = d[W_K_SLOT];
+#pragma unroll 1
   for (int i = 0; i < d[W_TILES]; ++i) {
     float c[4] = {0.f, 0.f, 0.f, 0.f};
     if (!st.await_slot()) return false;

@@ -1,8 +1,6 @@
-// topk: adds the partial logits, picks the k largest of each row, and builds the layer's expert list.
-//
-// Consumer warp w picks row w's experts, all rows at the same time; warp 0 then merges the rows.
+// topk: adds the partial logits, picks the k largest of each row, and builds the layer's expert list. One warp.
 #pragma once
-#include "../gemm.cuh"
+#include "../wait.cuh"
 
 // Order-preserving key of a logit; NaN counts as -inf, -0 as +0, and no logit maps to 0.
 DEVICE uint32_t logit_key(float v) {
@@ -10,101 +8,140 @@ DEVICE uint32_t logit_key(float v) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// One row's experts: lane l holds logits 4l .. 4l+3. Equal logits go to the lower id. `forced` is lane l's l-th id where
-// a routing mode replaces the router's choice, NONE where it does not.
-DEVICE void pick_experts(const StepParams& p, Route& route, int layer, int row, int forced, bool publish) {
-  const int lane = threadIdx.x % 32;
-  float4 parts[HIDDEN_SLOTS];
+// Ids that replace the router's choice in some routing modes, [row][rank] over the lanes; NONE where they do not.
+// Loaded before the wait, into registers that nothing but top-k reads: the ids still come into being after the logits
+// are complete, without a cold load in the way.
+class ReplacedIds {
+ public:
+  DEVICE ReplacedIds() = default;
+  DEVICE ReplacedIds(const StepParams& p, int layer, int lane) {
 #pragma unroll
-  for (int k = 0; k < HIDDEN_SLOTS; ++k)
-    parts[k] = load_l2(reinterpret_cast<const float4*>(p.router_part + (k * MAX_ROWS + row) * 128) + lane);
-  float logit[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-  for (int k = 0; k < HIDDEN_SLOTS; ++k)
-    logit[0] += parts[k].x, logit[1] += parts[k].y, logit[2] += parts[k].z, logit[3] += parts[k].w;
-  uint32_t key[4];
-  bool bad = false;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    key[j] = lane * 4 + j < EXPERTS ? logit_key(logit[j]) : 0;
-    bad |= lane * 4 + j < EXPERTS && logit[j] != logit[j];
+    for (int i = 0; i < PER_LANE; ++i) {
+      int at = lane + i * 32;
+      id[i] = p.forced_ids && at < MAX_ROWS * TOP_K ? p.forced_ids[layer * MAX_ROWS * TOP_K + at] : NONE;
+    }
   }
-  if (bad) atomicOr(p.status + row, STATUS_ROUTER_NAN);
-  uint32_t chosen = 0;  // this lane's four experts, as bits
+  // The same in all lanes.
+  DEVICE int of(int row, int rank) const {
+    const int at = row * TOP_K + rank;
+    int held = 0;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) held |= id[i] & (at / 32 == i ? ~0 : 0);  // an index would move it to local memory
+    return __shfl_sync(~0u, held, at % 32);
+  }
+
+ private:
+  static constexpr int PER_LANE = (MAX_ROWS * TOP_K + 31) / 32;
+  int id[PER_LANE];
+};
+
+// Lane l holds experts 4l .. 4l+3.
+class TopK {
+ public:
+  DEVICE TopK(const StepParams& params, Shared& shared, const int* d, int lane_)
+      : p(params), s(shared), route(shared.route[d[W_LAYER] & 1]), lane(lane_),
+        published(d[W_FLAGS] & FLAG_PUBLISH ? params.route_ids + d[W_LAYER] * MAX_ROWS * TOP_K : nullptr) {}
+
+  DEVICE void run(const ReplacedIds& replaced) {
+    uint32_t rows = 0;  // byte j: rows that go to expert 4 lane + j
+    float4 parts[HIDDEN_SLOTS];
+    load(parts, 0);
 #pragma unroll 1
-  for (int rank = 0; rank < TOP_K; ++rank) {
-    int id = __shfl_sync(~0u, forced, rank);
-    if (id == NONE) {
-      uint32_t best = max(max(key[0], key[1]), max(key[2], key[3]));
-      uint32_t top = __reduce_max_sync(~0u, best);
-      int owner = __ffs(__ballot_sync(~0u, best == top)) - 1;
-      int j = key[0] == top ? 0 : key[1] == top ? 1 : key[2] == top ? 2 : 3;
-      id = __shfl_sync(~0u, lane * 4 + j, owner);
-    }
-    if (id >= EXPERTS) {  // only a replaced id can be
-      if (lane == 0) atomicOr(p.status + row, STATUS_EXPERT_ID);
-      continue;
-    }
-    if (lane == id / 4) {
-      uint32_t bits = 0;  // masks, not an index: an indexed array would live in local memory
+    for (int row = 0; row < p.rows; ++row) {
+      float logit[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int k = 0; k < HIDDEN_SLOTS; ++k)
+        logit[0] += parts[k].x, logit[1] += parts[k].y, logit[2] += parts[k].z, logit[3] += parts[k].w;
+      load(parts, min(row + 1, p.rows - 1));  // on its way while this row is picked
+      if (s.keys[row] == 0) continue;
+      int* ids = published ? published + row * TOP_K : nullptr;
+      const bool forced = replaced.of(row, 0) != NONE;
+      uint32_t mine = largest(row, logit, forced ? nullptr : ids);
+      if (forced) mine = named(row, replaced, ids);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        uint32_t mask = j == id % 4 ? ~0u : 0u;
-        bits |= __float_as_uint(logit[j]) & mask;
-        key[j] &= ~mask;
+        const float v = logit[j], weight = v == v ? 1.f / (1.f + expf(-v)) : 0.f;  // of all four: no lane waits for another
+        if (mine >> j & 1) route.weight[lane * 4 + j][row] = weight;
+        rows |= (mine >> j & 1) << (8 * j + row);
       }
-      float v = __uint_as_float(bits);
-      chosen |= 1u << id % 4;
-      route.weight[id][row] = v == v ? 1.f / (1.f + expf(-v)) : 0.f;
-      if (publish) p.route_ids[(layer * MAX_ROWS + row) * TOP_K + rank] = id;
     }
-  }
-  route.chosen[row][lane] = chosen;
-}
-
-// The rows of every expert and the ascending list of those that have any.
-DEVICE void merge_rows(const StepParams& p, const Shared& s, Route& route) {
-  const int lane = threadIdx.x % 32;
-  uint32_t rows = 0;  // byte j: rows of expert 4 lane + j
-  for (int row = 0; row < p.rows; ++row) {
-    uint32_t bits = s.keys[row] ? route.chosen[row][lane] : 0;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) rows |= (bits >> j & 1) << (8 * j + row);
-  }
-  reinterpret_cast<uint32_t*>(route.rows)[lane] = rows;
-  int mine = 0;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) mine += (rows >> 8 * j & 0xff) != 0;
-  int end = mine;
-  for (int step = 1; step < 32; step *= 2) {
-    int below = __shfl_up_sync(~0u, end, step);
-    if (lane >= step) end += below;
-  }
-  int at = end - mine;
-#pragma unroll
-  for (int j = 0; j < 4; ++j)
-    if (rows >> 8 * j & 0xff) route.active[at++] = lane * 4 + j;
-  if (lane == 31) route.n_active = end;
-}
-
-// The id that replaces this lane's choice for row `warp`. Loaded before the wait, into registers that nothing but top-k
-// reads: the ids still come into being after the logits are complete, without a cold load in the way.
-DEVICE int replaced_id(const StepParams& p, int layer) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32;
-  return p.forced_ids && lane < TOP_K ? p.forced_ids[(layer * MAX_ROWS + row) * TOP_K + lane] : NONE;
-}
-
-// Every consumer warp runs this; `ok` says whether its wait was met, see Attention::chunk for why it goes on if not.
-DEVICE bool topk(const StepParams& p, Shared& s, const int* d, int forced, bool ok) {
-  const int warp = threadIdx.x / 32, layer = d[W_LAYER];
-  Route& route = s.route[layer & 1];
-  if (ok && warp < p.rows && s.keys[warp]) pick_experts(p, route, layer, warp, forced, d[W_FLAGS] & FLAG_PUBLISH);
-  consumers_meet();
-  if (warp == 0) {
-    merge_rows(p, s, route);
+    list(rows);
     __syncwarp();
-    if (hidden(threadIdx.x) == 0) barrier_arrive(&s.route_ready);
+    if (lane == 0) barrier_arrive(&s.route_ready);
   }
-  consumers_meet();  // the list is complete for every warp's later tasks
-  return ok;
-}
+
+ private:
+  DEVICE void load(float4 (&parts)[HIDDEN_SLOTS], int row) const {
+#pragma unroll
+    for (int k = 0; k < HIDDEN_SLOTS; ++k)
+      parts[k] = load_l2(reinterpret_cast<const float4*>(p.router_part + (k * MAX_ROWS + row) * 128) + lane);
+  }
+
+  // The TOP_K largest logits, equal ones by the lower id: this lane's, as bits.
+  DEVICE uint32_t largest(int row, const float (&logit)[4], int* ids) const {
+    uint32_t key[4], mine = 0;
+    bool bad = false;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const bool exists = lane * 4 + j < EXPERTS;
+      key[j] = exists ? logit_key(logit[j]) : 0;
+      bad |= exists && logit[j] != logit[j];
+    }
+    if (bad) atomicOr(p.status + row, STATUS_ROUTER_NAN);
+#pragma unroll 1
+    for (int rank = 0; rank < TOP_K; ++rank) {
+      const uint32_t top = __reduce_max_sync(~0u, max(max(key[0], key[1]), max(key[2], key[3])));
+      const bool equal[4] = {key[0] == top, key[1] == top, key[2] == top, key[3] == top};
+      const bool any = equal[0] || equal[1] || equal[2] || equal[3];
+      const bool own = lane == __ffs(__ballot_sync(~0u, any)) - 1;
+      const int j = equal[0] ? 0 : equal[1] ? 1 : equal[2] ? 2 : 3;
+#pragma unroll
+      for (int i = 0; i < 4; ++i)  // no index: an indexed array would live in local memory
+        if (own && i == j) key[i] = 0;
+      if (own) mine |= 1u << j;
+      if (own && ids) ids[rank] = lane * 4 + j;
+    }
+    return mine;
+  }
+
+  // The ids that a routing mode names instead.
+  DEVICE uint32_t named(int row, const ReplacedIds& replaced, int* ids) const {
+    uint32_t mine = 0;
+    bool bad = false;
+#pragma unroll
+    for (int rank = 0; rank < TOP_K; ++rank) {
+      const int id = replaced.of(row, rank);
+      const bool exists = id >= 0 && id < EXPERTS;
+      bad |= !exists;
+      if (exists && lane == id >> 2) mine |= 1u << (id & 3);
+      if (exists && ids && lane == 0) ids[rank] = id;
+    }
+    if (bad && lane == 0) atomicOr(p.status + row, STATUS_EXPERT_ID);
+    return mine;
+  }
+
+  // The rows of every expert, and the ascending list of those that have any.
+  DEVICE void list(uint32_t rows) {
+    reinterpret_cast<uint32_t*>(route.rows)[lane] = rows;
+    int mine = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) mine += (rows >> 8 * j & 0xff) != 0;
+    int end = mine;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      int below = __shfl_up_sync(~0u, end, step);
+      if (lane >= step) end += below;
+    }
+    int at = end - mine;
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (rows >> 8 * j & 0xff) route.active[at++] = lane * 4 + j;
+    if (lane == 31) route.n_active = end;
+  }
+
+  const StepParams& p;
+  Shared& s;
+  Route& route;
+  const int lane;
+  int* const published;
+};

@@ -1,0 +1,54 @@
+// The track aside: operations that need neither the ring nor what the SM keeps to itself, run by a warp of their own, so
+// that their waits hold up nothing of the main track.
+#pragma once
+#include "ops/combine.cuh"
+#include "wait.cuh"
+
+class Aside {
+ public:
+  DEVICE Aside(const StepParams& params, Shared& shared)
+      : p(params), s(shared), g(params, shared, ROLE_ASIDE), lane(threadIdx.x % 32) {}
+
+  DEVICE void run() {
+    const int track = p.n_sm + blockIdx.x, end = p.offsets[track + 1];
+    int at = p.offsets[track];
+    int mine = word_of(at, end);
+    for (; at < end; ++at) {
+      s.aside[lane] = mine;
+      __syncwarp();
+      mine = word_of(at + 1, end);  // on its way during the wait
+      if (!wait(W_WAIT0) || !wait(W_WAIT1)) break;
+      work(s.aside);
+      __syncwarp();
+      if (lane == 0 && s.aside[W_SIGNAL] != NONE)
+        signal_release(p.counters + static_cast<size_t>(s.aside[W_SIGNAL]) * COUNTER_STRIDE, s.aside[W_SIGNAL_VALUE]);
+      __syncwarp();  // all have read the descriptor before the next one replaces it
+    }
+    g.finish();
+  }
+
+ private:
+  DEVICE int word_of(int at, int end) const {
+    return at < end ? p.words[static_cast<size_t>(at) * DESCRIPTOR_WORDS + lane] : 0;
+  }
+  DEVICE void work(const int* d) {
+    switch (d[W_OPCODE]) {
+      case OP_ATTN_COMBINE: return Combine(p, s, d, lane).run();
+    }
+  }
+  DEVICE bool wait(int slot) const {
+    const int counter = s.aside[slot];
+    if (counter == NONE) return true;
+    const uint32_t target = counter_target(p, s.aside[slot + 2], s.aside[slot + 1]);
+    uint32_t seen;
+#pragma unroll 1
+    while (!counter_reached(p, counter, target, seen))
+      if (g.given_up()) return g.report(counter, target, seen), false;
+    return true;
+  }
+
+  const StepParams& p;
+  Shared& s;
+  const Guard g;
+  const int lane;
+};

@@ -1,0 +1,160 @@
+"""What a step of a trace build (`-DMK_TRACE`) left behind: when each SM published, streamed, computed and stored.
+
+A record is 16 words, whose order csrc/trace.cuh fixes. Times are cycles of the SM's own clock; `StepTrace` turns them
+into microseconds since the first SM of the step began, through the card's clock that each SM read at its start.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mk.build import CSRC
+from mk.errors import MkError
+from mk.isa import ISA
+from mk.schedule.lower import Program
+
+TRACE_DEFINE = "MK_TRACE"
+_WORD = 0xFFFFFFFF
+_END = _WORD  # the opcode of the entry that ends an SM's main track
+Floats = npt.NDArray[np.float64]
+
+
+def trace_words() -> list[str]:
+    """Names of a record's words, in order, as csrc/trace.cuh lists them."""
+    text = re.sub(r"//.*", "", (CSRC / "trace.cuh").read_text())
+    body = text[text.index("enum TraceWord") :].split("{", 1)[1].split("}")[0]
+    names = [name.strip() for name in body.split(",") if name.strip()]
+    assert names.pop() == "TRACE_WORDS"
+    return [name.removeprefix("T_").lower() for name in names]
+
+
+def records_of(program: Program) -> int:
+    """Records an SM needs for a step: its descriptors, every tile that it might claim, and one at either end."""
+    shape = program.shape
+    longest = int(np.diff(program.offsets)[: shape.n_sm].max())
+    if shape.attention_claimers or shape.moe_claimers:
+        most = max(shape.splits.most(shape.bucket, shape.window(layer)) for layer in range(shape.geometry.layers))
+        tiles = shape.rows * (shape.geometry.kv_heads * most + shape.geometry.top_k * shape.hidden_strips)
+        longest += shape.geometry.layers * 4 * (1 + tiles // shape.n_sm)
+    return longest + 2
+
+
+TIMES = ("published", "go", "stream", "streamed", "taken", "opened", "done", "storing", "signalled")
+TALLIES = ("ring_full", "window", "ring_empty", "tile_full")
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One step. sm, opcode, layer, task: int64 [n], SM after SM in list order; us: name of a word -> float64 [n].
+
+    The words of `TIMES` are moments in microseconds, those of `TALLIES` durations. A moment that a role never came to
+    (a consumer that need not wait) is NaN.
+    """
+
+    sm: npt.NDArray[np.int64]
+    opcode: npt.NDArray[np.int64]
+    layer: npt.NDArray[np.int64]
+    task: npt.NDArray[np.int64]
+    us: dict[str, Floats]
+
+    @classmethod
+    def read(cls, buffer: torch.Tensor) -> StepTrace:
+        """buffer: int32 [SMs, records, 16] as the kernel leaves it: an SM's record 0 and its last one hold both clocks.
+
+        Raises MkError when an SM had more descriptors than the buffer has records.
+        """
+        words = buffer.cpu().numpy().view(np.uint32).astype(np.int64)
+        at = {name: index for index, name in enumerate(trace_words())}
+        opcode = words[:, 1:, at["opcode"]]
+        ends = opcode == _END
+        if not ends.any(axis=1).all():
+            raise MkError(f"SM {int(np.argmin(ends.any(axis=1)))} ran more descriptors than its trace has records")
+        last = words[np.arange(len(words)), 1 + ends.argmax(axis=1)]
+        begun, begun_ns = words[:, 0, at["published"]], words[:, 0, at["layer"]]
+        cycles = (last[:, at["signalled"]] - begun) & _WORD
+        per_us = float((cycles / ((last[:, at["storing"]] - begun_ns) & _WORD)).mean() * 1e3)
+        start = begun_ns + (words[:, 0, at["task"]] << 32)  # ns of the card's clock
+        shift = (start - start.min()) / 1e3
+        sm, place = np.nonzero(np.arange(opcode.shape[1]) < ends.argmax(axis=1)[:, None])
+        of = words[sm, place + 1]
+        us: dict[str, Floats] = {}
+        for name in TIMES:
+            since = ((of[:, at[name]] - begun[sm]) & _WORD) / per_us
+            us[name] = np.where(of[:, at[name]] == 0, np.nan, since + shift[sm])
+        for name in TALLIES:
+            us[name] = of[:, at[name]] / per_us
+        return cls(sm, of[:, at["opcode"]], of[:, at["layer"]], of[:, at["task"]], us)
+
+    def causes(self) -> dict[str, dict[str, float]]:
+        """Microseconds an SM, mean over SMs, by operation and cause.
+
+        Of the consumers: `poll` (a counter), `empty` (nothing streamed yet), `storer` (no room for a tile), `work`,
+        `entry` (before the descriptor was there). Of the producer: `window` (streaming as fast as the window lets it),
+        `full` (no free slot), `idle` (no descriptor it could stream for), `issue` (the rest).
+        """
+        us, first = self.us, np.diff(self.sm, prepend=-1) != 0
+        opened = np.where(np.isnan(us["opened"]), us["taken"], us["opened"])
+        before = np.where(first, 0.0, np.roll(us["done"], 1))
+        streamed = np.where(first, 0.0, np.roll(us["streamed"], 1))
+        took = us["done"] - opened
+        parts = {
+            "entry": us["taken"] - before,
+            "poll": opened - us["taken"],
+            "empty": us["ring_empty"],
+            "storer": us["tile_full"],
+            "work": took - us["ring_empty"] - us["tile_full"],
+            "idle": us["stream"] - streamed,
+            "full": us["ring_full"],
+            "window": us["window"],
+            "issue": us["streamed"] - us["stream"] - us["ring_full"] - us["window"],
+            "store": us["signalled"] - us["storing"],
+        }
+        names = {op.opcode: op.name for op in ISA}
+        sms = len(np.unique(self.sm))
+        table: dict[str, dict[str, float]] = defaultdict(dict)
+        for opcode in np.unique(self.opcode).tolist():
+            chosen = self.opcode == opcode
+            for cause, value in parts.items():
+                table[names.get(opcode, str(opcode))][cause] = float(np.nansum(value[chosen])) / sms
+        return dict(table)
+
+    def perfetto(self, path: Path) -> None:
+        """Chrome trace events, one process an SM and one thread a role, for ui.perfetto.dev."""
+        names = {op.opcode: op.name for op in ISA}
+        spans = {
+            "consumers": ("opened", "done"),
+            "producer": ("stream", "streamed"),
+            "storer": ("storing", "signalled"),
+        }
+        events: list[dict[str, object]] = []
+        for thread, (role, (begin, end)) in enumerate(spans.items()):
+            begins, ends = self.us[begin], self.us[end]
+            if role == "consumers":
+                begins = np.where(np.isnan(begins), self.us["taken"], begins)
+            for k in np.flatnonzero(ends > begins).tolist():
+                name = f"{names.get(int(self.opcode[k]), '?')}.{self.layer[k]}"
+                event = {"name": name, "ph": "X", "ts": begins[k], "dur": ends[k] - begins[k]}
+                events.append({**event, "pid": int(self.sm[k]), "tid": thread, "args": {"task": int(self.task[k])}})
+            for sm in np.unique(self.sm).tolist():
+                events.append({"name": "thread_name", "ph": "M", "pid": sm, "tid": thread, "args": {"name": role}})
+        for sm in np.unique(self.sm).tolist():
+            events.append({"name": "process_name", "ph": "M", "pid": sm, "args": {"name": f"SM {sm}"}})
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
+
+
+def causes_table(causes: dict[str, dict[str, float]], layers: int) -> str:
+    """The causes as lines, microseconds a layer, a total last."""
+    columns = list(next(iter(causes.values())))
+    total = {cause: sum(row[cause] for row in causes.values()) for cause in columns}
+    lines = [f"{'us a layer':16}" + "".join(f"{name:>9}" for name in columns)]
+    for name, row in {**causes, "all": total}.items():
+        lines.append(f"{name:16}" + "".join(f"{row[cause] / layers:9.2f}" for cause in columns))
+    return "\n".join(lines)
