@@ -32,7 +32,10 @@ PARTED_WAVES = ("moe_up",)
 """Waves that a wave order may name several times, to fill more than one hand-off with their weight stream."""
 
 DENSE_WAVES = {"moe_up": "dense_up", "moe_down": "dense_down"}  # what stands there in a dense layer
-WAVE_NAMES = ("embed", *LAYER_WAVES, *DENSE_WAVES.values(), "lm_head", "sample")
+LAST_WAVES = ("lm_head", "histogram", "shortlist", "sample")
+"""Waves behind the last layer; those between head and sample are empty in a greedy step."""
+
+WAVE_NAMES = ("embed", *LAYER_WAVES, *DENSE_WAVES.values(), *LAST_WAVES)
 
 HEAD_STRIPS = 8  # strips of one 128-wide head
 QUEUE_KINDS = ("attn", "moe_up", "moe_down")  # ticket queues of a layer
@@ -44,7 +47,8 @@ class StepShape:
 
     rows: built batch size. bucket: the longest context (tokens, the new one included) the list has room for; it sizes
     lists, never arithmetic. own_rows: each residual strip has one owner that keeps its sums (`placement=row_owner`).
-    attention_claimers, moe_claimers: SMs that steal those tiles, 0 = static.
+    attention_claimers, moe_claimers: SMs that steal those tiles, 0 = static. draws: rows may be sampled; without, all
+    are greedy.
 
     Raises MkError naming a count that cannot be.
     """
@@ -58,6 +62,7 @@ class StepShape:
     moe_claimers: int = 0
     claim_ahead: int = 2
     splits: SplitPolicy = SplitPolicy()
+    draws: bool = False
     layout: WeightLayout = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -76,6 +81,11 @@ class StepShape:
     def strips(self) -> int:
         """Strips of the residual."""
         return self.geometry.hidden // 16
+
+    @property
+    def slices(self) -> int:
+        """Parts of the vocabulary that SMs sample from on their own."""
+        return min(self.n_sm, self.layout.entry("head").strips)
 
     @property
     def hidden_strips(self) -> int:
