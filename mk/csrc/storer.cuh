@@ -48,6 +48,9 @@ class Storer {
       case OP_ATTENTION: return await_tile() && (give_back(), true);
       case OP_ATTN_COMBINE: return merged_head(d);
       case OP_ROUTE_SETUP: return clear_idle_queues(d), true;
+      case OP_HISTOGRAM: return await_tile() && (give_back(), true);
+      case OP_SHORTLIST: return offered(d);
+      case OP_DRAW: return drawn();
       case OP_SAMPLE: return sample(p, s, at), true;
       default: return true;
     }
@@ -128,6 +131,19 @@ class Storer {
     float denominator = s.denominator[tile_.index], v[4];
     take(v);
     store_head(p, s, at, d, denominator, v);
+    return true;
+  }
+  // ---- sampling ----
+  DEVICE bool offered(const int* d) {
+    if (!await_tile()) return false;
+    store_offers(p, at, d, offers(s, tile_.index));
+    give_back();
+    return true;
+  }
+  DEVICE bool drawn() {
+    if (!await_tile()) return false;
+    publish_tokens(p, s, at.lane, at.lane < CONSUMERS ? offers(s, tile_.index)[at.lane].id : MAX_ID);
+    give_back();
     return true;
   }
   // route_setup: the ticket heads that the next step will use.
