@@ -1,7 +1,7 @@
 // The sampler's arithmetic, the same operations in the same order as mk/noise.py and mk/shortlist.py.
 //
-// exp and log of two libraries differ in their last bits, and a bit may change a drawn token. So both are polynomials of
-// single float32 operations that round to nearest; the intrinsics keep the compiler from fusing them.
+// exp and log of two libraries differ in their last bits, and a bit may change a drawn token. So both are polynomials
+// of single float32 operations that round to nearest; the intrinsics keep the compiler from fusing them.
 #pragma once
 #include "params.cuh"
 

@@ -153,6 +153,13 @@ inline unsigned __match_all_sync(unsigned mask, int v, int* same) {
   *same = std::all_of(values, values + 32, [&](uint64_t other) { return other == values[0]; });
   return *same ? mask : 0;
 }
+template <class T>
+T __reduce_add_sync(unsigned, T v) {
+  const uint64_t* values = meet_warp(static_cast<uint32_t>(v));
+  uint32_t sum = 0;
+  for (int lane = 0; lane < 32; ++lane) sum += static_cast<uint32_t>(values[lane]);
+  return static_cast<T>(sum);
+}
 inline void __syncwarp() { meet_warp(0); }
 
 // ---- arithmetic and memory --------------------------------------------------------------------------------------

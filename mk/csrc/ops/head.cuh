@@ -42,8 +42,8 @@ DEVICE void publish_candidates(const StepParams& p, const Place& at, const Candi
   }
 }
 
-// Ends the step: lane r feeds row r's token back and all of them tell the host. Without a comparable logit a row keeps its
-// token: the next step reads the head's row of it.
+// Ends the step: lane r feeds row r's token back and all of them tell the host. Without a comparable logit a row keeps
+// its token: the next step reads the head's row of it.
 DEVICE void publish_tokens(const StepParams& p, const Shared& s, int lane, int token) {
   HostStep& out = p.host_steps[p.launched % HOST_STEPS];
   if (lane < p.rows) {
@@ -58,19 +58,30 @@ DEVICE void publish_tokens(const StepParams& p, const Shared& s, int lane, int t
   if (lane == 0) store_release_system(&out.step, p.launched + 1);
 }
 
-// Greedy: the best candidate of all SMs, equal logits to the lower id.
+// Greedy: the best candidate of all SMs, equal logits to the lower id. Four rows are loaded at a time.
 DEVICE void sample(const StepParams& p, const Shared& s, const Place& at) {
   int token = MAX_ID;
-  for (int row = 0; row < p.rows; ++row) {
-    float value = -INFINITY;
-    int id = MAX_ID;
+#pragma unroll 1
+  for (int row = 0; row < p.rows; row += 4) {
+    float value[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+    int id[4] = {MAX_ID, MAX_ID, MAX_ID, MAX_ID};
+#pragma unroll 5
     for (int sm = at.lane; sm < p.n_sm; sm += 32) {
-      float v = load_l2(p.candidate_value + sm * MAX_ROWS + row);
-      int candidate = load_l2(p.candidate_id + sm * MAX_ROWS + row);
-      if (v > value || (v == value && candidate < id)) value = v, id = candidate;
+      float4 v = load_l2(reinterpret_cast<const float4*>(p.candidate_value + sm * MAX_ROWS + row));
+      uint4 of = load_l2(reinterpret_cast<const uint4*>(p.candidate_id + sm * MAX_ROWS + row));
+      const float values[4] = {v.x, v.y, v.z, v.w};
+      const uint32_t ids[4] = {of.x, of.y, of.z, of.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        int other = static_cast<int>(ids[i]);
+        if (values[i] > value[i] || (values[i] == value[i] && other < id[i])) value[i] = values[i], id[i] = other;
+      }
     }
-    for (int step = 1; step < 32; step *= 2) keep_better(value, id, step);
-    if (at.lane == row) token = id;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      for (int step = 1; step < 32; step *= 2) keep_better(value[i], id[i], step);
+      if (at.lane == row + i) token = id[i];
+    }
   }
   publish_tokens(p, s, at.lane, token);
 }
