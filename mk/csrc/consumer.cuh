@@ -53,9 +53,9 @@ class Consumer {
       case OP_DENSE_DOWN: return product<DENSE_SLOTS>(d, p.dense_hidden);
       case OP_ATTENTION: return opened() && Attention(p, s, hidden(threadIdx.x)).run(d, st);
       case OP_ATTN_COMBINE: return opened() && combine_splits(p, s, st, d);
-      case OP_HISTOGRAM: return opened() && fill_histogram(p, s, st, d);
+      case OP_HISTOGRAM: return fill_histogram(p, s, st, d, opened());
       case OP_SHORTLIST: return make_shortlist(p, s, st, d, opened());
-      case OP_DRAW: return opened() && draw(p, s, st);
+      case OP_DRAW: return draw(p, s, st, opened());
       default: return true;  // the storer's alone
     }
   }

@@ -1,5 +1,5 @@
-// Stands in for csrc/ptx.cuh where device code is compiled for the CPU: the lanes of a block are fibers that take turns,
-// and meet in every warp-wide operation. Barriers are always complete, copies and mma do not exist.
+// Stands in for csrc/ptx.cuh where device code is compiled for the CPU: the lanes of a block are fibers that take
+// turns, and meet in every warp-wide operation. Barriers are always complete, copies and mma do not exist.
 #pragma once
 #include <ucontext.h>
 
@@ -148,6 +148,7 @@ inline uint32_t __ballot_sync(unsigned, int holds) {
   return bits;
 }
 inline int __any_sync(unsigned mask, int holds) { return __ballot_sync(mask, holds) != 0; }
+inline int __all_sync(unsigned mask, int holds) { return __ballot_sync(mask, holds) == ~0u; }
 inline unsigned __match_all_sync(unsigned mask, int v, int* same) {
   const uint64_t* values = meet_warp(static_cast<uint32_t>(v));
   *same = std::all_of(values, values + 32, [&](uint64_t other) { return other == values[0]; });

@@ -49,9 +49,9 @@ void task(const StepParams* p, const int* d) {
   for (int row = 0; row < MAX_ROWS; ++row) shared.keys[row] = row < p->rows ? p->keys[row] : 0;
   run_block(CONSUMERS * 32, [&] {
     Streams st(shared, Guard(*p, shared, ROLE_CONSUMER));
-    if (d[W_OPCODE] == OP_HISTOGRAM) fill_histogram(*p, shared, st, d);
+    if (d[W_OPCODE] == OP_HISTOGRAM) fill_histogram(*p, shared, st, d, true);
     if (d[W_OPCODE] == OP_SHORTLIST) make_shortlist(*p, shared, st, d, true);
-    if (d[W_OPCODE] == OP_DRAW) draw(*p, shared, st);
+    if (d[W_OPCODE] == OP_DRAW) draw(*p, shared, st, true);
   });
   run_block(32, [&] {
     Place at(threadIdx.x);

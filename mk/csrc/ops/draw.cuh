@@ -114,6 +114,7 @@ DEVICE uint64_t settle(const StepParams& p, const RowView& view, int row, const 
 DEVICE int draw_token(const StepParams& p, const Shared& s, int row) {
   const int slices = min(p.n_sm, VOCAB_PAD / 16);
   const bool cuts = p.sampling[row].cuts;
+  Likeliest head(p, row);
   Undecided open(p, row);
   Best best;
 #pragma unroll 1
@@ -124,8 +125,7 @@ DEVICE int draw_token(const StepParams& p, const Shared& s, int row) {
     for (int i = 0; i < IN_FLIGHT; ++i) best.take(scores.v[i], ids.v[i]);
   }
   if (cuts && !open.none()) {
-    Likeliest head(p, row);
-    head.over_warp();
+    head.over_warp(p, row);
     const RowView view(p.sampling[row], head.value, head.low);
     uint64_t keep = settle(p, view, row, open);
     open.each([&](uint64_t rank) {
@@ -142,14 +142,15 @@ DEVICE int draw_token(const StepParams& p, const Shared& s, int row) {
 }
 
 // Warp w hands row w's token to the storer, MAX_ID where there is none.
-DEVICE bool draw(const StepParams& p, Shared& s, Streams& st) {
+DEVICE bool draw(const StepParams& p, Shared& s, Streams& st, bool ok) {
+  if (!__all_sync(~0u, ok)) return false;
   const int row = hidden(threadIdx.x) / 32;
   int id = MAX_ID;
   if (is_drawn(p, s, row)) {
     id = draw_token(p, s, row);
   } else if (row < p.rows) {
     Likeliest head(p, row);
-    head.over_warp();
+    head.over_warp(p, row);
     id = head.id;
   }
   if (!st.await_tile()) return false;

@@ -60,29 +60,40 @@ struct Column {
   }
 };
 
-// The head's candidates of a row over all SMs: its likeliest token and the range of its logits.
-struct Likeliest {
+// The head's candidates of a row over all SMs: its likeliest token and the range of its logits. Loaded when made,
+// looked at in `over_warp`.
+class Likeliest {
+ public:
   float value = -INFINITY, low = INFINITY;
   int id = MAX_ID;
-  DEVICE Likeliest(const StepParams& p, int row) {
+  DEVICE Likeliest(const StepParams& p, int row) : first_(p, row, 0) {}
+  DEVICE void over_warp(const StepParams& p, int row) {
+    take(first_);
 #pragma unroll 1
-    for (int first = 0; first < p.n_sm; first += IN_FLIGHT * 32) {
-      Column<float> values(p.candidate_value, first, p.n_sm, row, -INFINITY);
-      Column<float> lows(p.candidate_low, first, p.n_sm, row, INFINITY);
-      Column<int> ids(p.candidate_id, first, p.n_sm, row, MAX_ID);
-#pragma unroll
-      for (int i = 0; i < IN_FLIGHT; ++i) {
-        low = fminf(low, lows.v[i]);
-        if (values.v[i] > value || (values.v[i] == value && ids.v[i] < id)) value = values.v[i], id = ids.v[i];
-      }
-    }
-  }
-  DEVICE void over_warp() {
+    for (int sm = IN_FLIGHT * 32; sm < p.n_sm; sm += IN_FLIGHT * 32) take(Batch(p, row, sm));
     for (int step = 1; step < 32; step *= 2) {
       keep_better(value, id, step);
       low = fminf(low, __shfl_xor_sync(~0u, low, step));
     }
   }
+
+ private:
+  struct Batch {
+    Column<float> values, lows;
+    Column<int> ids;
+    DEVICE Batch(const StepParams& p, int row, int sm)
+        : values(p.candidate_value, sm, p.n_sm, row, -INFINITY), lows(p.candidate_low, sm, p.n_sm, row, INFINITY),
+          ids(p.candidate_id, sm, p.n_sm, row, MAX_ID) {}
+  };
+  DEVICE void take(const Batch& b) {
+#pragma unroll
+    for (int i = 0; i < IN_FLIGHT; ++i) {
+      low = fminf(low, b.lows.v[i]);
+      bool better = b.values.v[i] > value || (b.values.v[i] == value && b.ids.v[i] < id);
+      if (better) value = b.values.v[i], id = b.ids.v[i];
+    }
+  }
+  const Batch first_;
 };
 
 // A warp's part of a slice, four logits a lane at a time. The next ones are under way while the last are worked on.
@@ -201,7 +212,9 @@ DEVICE void count_tokens(const RowView& view, uint32_t* counts, unsigned long lo
   if (view.q.top_p < 1.) atomicAdd(masses + Bins<uint64_t>::place(bin), static_cast<unsigned long long>(sum));
 }
 
-DEVICE bool fill_histogram(const StepParams& p, const Shared& s, Streams& st, const int* d) {
+// Every consumer warp runs this; `ok` says whether its wait was met.
+DEVICE bool fill_histogram(const StepParams& p, const Shared& s, Streams& st, const int* d, bool ok) {
+  if (!__all_sync(~0u, ok)) return false;
   const int thread = hidden(threadIdx.x);
   // the idle set: each slice clears its part of every row
   int lo = BINS * d[W_RANK] / d[W_RANKS], bins = BINS * (d[W_RANK] + 1) / d[W_RANKS] - lo;
@@ -214,7 +227,7 @@ DEVICE bool fill_histogram(const StepParams& p, const Shared& s, Streams& st, co
   if (is_drawn(p, s, mine.row) && p.sampling[mine.row].cuts) {
     Fours fours(p, d, mine);
     Likeliest head(p, mine.row);
-    head.over_warp();
+    head.over_warp(p, mine.row);
     const RowView view(p.sampling[mine.row], head.value, head.low);
     uint32_t* counts = bins_of(p, p.bin_count, p.epoch, mine.row);
     unsigned long long* masses =

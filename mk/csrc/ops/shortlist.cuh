@@ -36,21 +36,23 @@ DEVICE void find_bounds(const StepParams& p, const RowSampling& q, int row, Offe
 // Every consumer warp runs this; `ok` says whether its wait was met, see Attention::chunk for why it goes on if not.
 DEVICE bool make_shortlist(const StepParams& p, Shared& s, Streams& st, const int* d, bool ok) {
   const int thread = hidden(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  ok = ok && st.await_tile();
+  ok = __all_sync(~0u, ok && st.await_tile());
   Share mine(p, warp);
   Offer* of_tile = offers(s, st.tile_index());
   Offer& own = of_tile[warp];
-  const bool busy = ok && is_drawn(p, s, mine.row), cuts = busy && p.sampling[mine.row].cuts;
-  if (cuts && mine.part == 0) find_bounds(p, p.sampling[mine.row], mine.row, own);
-  consumers_meet();
   Best best;
-  if (busy) {
+  if (!ok || !is_drawn(p, s, mine.row)) {
+    consumers_meet();
+  } else {
+    const bool cuts = p.sampling[mine.row].cuts;
+    Fours fours(p, d, mine);
+    Likeliest head(p, mine.row);
+    if (cuts && mine.part == 0) find_bounds(p, p.sampling[mine.row], mine.row, own);
+    consumers_meet();
     const Offer& bounds = of_tile[mine.row * mine.parts];
     const int first = cuts ? bounds.first : BINS, last = cuts ? bounds.last : NONE;
     const int at_limit = cuts ? bounds.at_limit : NONE;
-    Fours fours(p, d, mine);
-    Likeliest head(p, mine.row);
-    head.over_warp();
+    head.over_warp(p, mine.row);
     const RowView view(p.sampling[mine.row], head.value, head.low);
     int pending = 0;
     auto flush = [&] {
