@@ -1,7 +1,8 @@
 """Time decode steps of the CUDA kernel, after checking each batch's own program on the same library and weights.
 
-Synthetic KV at a mean context, batch after batch, steps queued ahead with tokens fed back on the device. A row counts
-its bytes from the experts that top-k published, and is refused when the checks fail or the figures cannot be.
+Synthetic KV at a mean context, batch after batch, steps queued ahead with tokens fed back on the device. The last
+step's tokens must be what the sampler's Python twin draws from the kernel's logits. A row counts its bytes from the
+experts that top-k published, and is refused when the checks fail or the figures cannot be.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from mk.roofline import step_bytes, uniform_experts
 from mk.rows import Row
 from mk.runs import RunFolder
 from mk.runtime import Runtime
+from mk.sampling import SamplingParams, sample_row
 from mk.schedule.lower import Program
 from mk.step_params import MAX_ROWS
 from mk.trace import TRACE_DEFINE, StepTrace, causes_table, records_of
@@ -55,6 +57,7 @@ class Timing:
     mean: float
     wall: float  # by the host's clock, a step
     distinct_experts: float  # that a sparse layer touched in a step
+    drawn_as_twin: bool  # the last step's tokens
 
 
 def main(cfg: Config) -> int:
@@ -74,7 +77,8 @@ def main(cfg: Config) -> int:
         f"library {library.build_hash}: {library.registers} registers, {library.spill_bytes} bytes spilled", flush=True
     )
     bucket = bucket_for(settings.context + settings.steps)
-    programs = {rows: Programs(geometry, rows, plan).get(bucket) for rows in {1, *settings.batches}}
+    draws = not _sampling(cfg, 1)[0].greedy
+    programs = {rows: Programs(geometry, rows, plan).get(bucket, draws) for rows in {1, *settings.batches}}
     total = settings.warmup + settings.steps
     routes = {rows: forced_ids(cfg.routing, geometry, rows, total) for rows in settings.batches}
     runtime = _runtime(cfg, library, _pack(source))
@@ -82,7 +86,15 @@ def main(cfg: Config) -> int:
         outcomes = _check(runtime, source, programs, settings.batches, settings.check_tokens)
         rows = []
         for batch in settings.batches:
-            timing = measure(runtime, programs[batch], routes[batch], settings.context, settings.steps, settings.warmup)
+            timing = measure(
+                runtime,
+                programs[batch],
+                routes[batch],
+                _sampling(cfg, batch),
+                settings.context,
+                settings.steps,
+                settings.warmup,
+            )
             rows.append(_row(cfg, run, library, programs[batch], timing, outcomes[batch]))
             run.append_row(rows[-1])
             print(_line(rows[-1]), flush=True)
@@ -116,10 +128,9 @@ def _check(
 def _check_settings(cfg: Config) -> None:
     """Refuses what this experiment cannot measure, before anything is loaded."""
     s, ring = cfg.experiment, cfg.engine.ring
-    engine, sampling = cfg.engine.name, cfg.sampling
+    engine = cfg.engine.name
     cases: list[tuple[bool, str, str | None]] = [
         (engine in ("auto", "cuda"), f"decode_throughput times the kernel, not engine={engine}", "engine=cuda"),
-        (sampling.temperature == 0, f"sampling={sampling.name}: the kernel samples greedily", "sampling=greedy"),
         (cfg.routing.name != "oracle", "routing=oracle: the kernel makes ids in top-k only", "routing=uniform"),
         (bool(s.batches), "experiment.batches is empty", "experiment.batches=[1]"),
         (all(1 <= b <= MAX_ROWS for b in s.batches), f"experiment.batches={s.batches} must lie in 1..{MAX_ROWS}", None),
@@ -140,6 +151,12 @@ def _check_settings(cfg: Config) -> None:
     for holds, message, hint in cases:
         if not holds:
             raise MkError(message, hint=hint)
+
+
+def _sampling(cfg: Config, rows: int) -> list[SamplingParams]:
+    """The configured parameters, each row with a seed of its own."""
+    s = cfg.sampling
+    return [SamplingParams(s.temperature, s.top_k, s.top_p, (s.seed + row) % 2**64) for row in range(rows)]
 
 
 def _open_weights(cfg: Config) -> WeightSource:
@@ -184,7 +201,14 @@ def _runtime(cfg: Config, library: Library, weights: PackedWeights, trace_record
 
 
 def measure(
-    runtime: Runtime, program: Program, forced: Tensor | None, context: int, steps: int, warmup: int, seed: int = 0
+    runtime: Runtime,
+    program: Program,
+    forced: Tensor | None,
+    sampling: list[SamplingParams],
+    context: int,
+    steps: int,
+    warmup: int,
+    seed: int = 0,
 ) -> Timing:
     """Decode `warmup` + `steps` tokens in every row of the program, the timed ones around `context` keys."""
     g, rows = runtime.geometry, program.shape.rows
@@ -204,12 +228,12 @@ def measure(
     runtime.load(program)
     runtime.set_tables(pages.table.table)
     tokens = torch.randint(g.vocab, (rows,), generator=torch.Generator().manual_seed(seed)).tolist()
-    runtime.set_sequences([first] * rows, tokens, steps=warmup + steps)
+    runtime.set_sequences([first] * rows, tokens, warmup + steps, sampling)
 
-    def launch(step: int) -> None:
+    def launch(step: int) -> int:
         runtime.force_routing(None if ids is None else ids[step])
         runtime.publish_routing(taken[step])
-        runtime.launch()
+        return runtime.launch()
 
     for step in range(warmup):
         launch(step)
@@ -218,31 +242,33 @@ def measure(
     started = time.perf_counter()
     events[0].record(runtime.stream)
     for step in range(steps):
-        launch(warmup + step)
+        last = launch(warmup + step)
         events[step + 1].record(runtime.stream)
     runtime.finish()
     wall = (time.perf_counter() - started) * 1e3 / steps
     if any(runtime.status()):
         raise MkError(f"batch {rows}: the steps left status {runtime.status()}", hint="a logit was not finite")
     runtime.force_routing(None)
+    keys, drawn = first + warmup + steps - 1, runtime.tokens_of(last).tokens.tolist()
+    twin = [sample_row(runtime.logits(row).cpu().numpy(), params, keys) for row, params in enumerate(sampling)]
     times = np.array([a.elapsed_time(b) for a, b in itertools.pairwise(events)])
     p10, p50, p90 = (float(np.percentile(times, p)) for p in (10, 50, 90))
-    return Timing(p10, p50, p90, float(times.mean()), wall, distinct_experts(taken[warmup:, :, :rows], g))
+    experts = distinct_experts(taken[warmup:, :, :rows], g)
+    return Timing(p10, p50, p90, float(times.mean()), wall, experts, drawn == twin)
 
 
 def _trace(cfg: Config, run: RunFolder, weights: PackedWeights, program: Program, forced: Tensor | None) -> None:
     """A few steps of a trace build: its own p50, the causes as a table, and the last step as a timeline."""
     library = build(program.shape.geometry, program.shape.splits, defines=(TRACE_DEFINE,))
     runtime = _runtime(cfg, library, weights, records_of(program))
-    settings = cfg.experiment
-    timing = measure(runtime, program, forced, settings.context, min(settings.steps, 32), settings.warmup)
+    settings, rows = cfg.experiment, program.shape.rows
+    steps = min(settings.steps, 32)
+    timing = measure(runtime, program, forced, _sampling(cfg, rows), settings.context, steps, settings.warmup)
     step = StepTrace.read(runtime["trace"])
-    path = run.path / f"trace_batch{program.shape.rows}.json"
+    path = run.path / f"trace_batch{rows}.json"
     step.perfetto(path)
     causes = causes_table(step.causes(), program.shape.geometry.layers)
-    print(
-        f"\nbatch {program.shape.rows}, trace build: p50 {timing.p50:.4f} ms; timeline in {path}\n{causes}", flush=True
-    )
+    print(f"\nbatch {rows}, trace build: p50 {timing.p50:.4f} ms; timeline in {path}\n{causes}", flush=True)
 
 
 def _row(cfg: Config, run: RunFolder, library: Library, program: Program, timing: Timing, outcome: Outcome) -> Row:
@@ -253,6 +279,8 @@ def _row(cfg: Config, run: RunFolder, library: Library, program: Program, timing
     floor = total / (gpu.nominal_tb_s * 1e9)
     if timing.p50 < floor:
         raise MkError(f"batch {batch}: p50 {timing.p50:.4f} ms is under the {floor:.4f} ms that {total:.3e} bytes take")
+    if not timing.drawn_as_twin:
+        raise MkError(f"batch {batch}: the last step's tokens are not what mk/sampling.py draws from its logits")
     expected = uniform_experts(g, batch)
     if cfg.routing.name == "uniform" and abs(timing.distinct_experts / expected - 1) > 0.02:
         raise MkError(
@@ -266,7 +294,7 @@ def _row(cfg: Config, run: RunFolder, library: Library, program: Program, timing
         dtype="bfloat16",
         batch=batch,
         context=[context] * batch,
-        checks={"schedule_verified": True, **outcome.checks},
+        checks={"schedule_verified": True, **outcome.checks, "drawn_as_twin": timing.drawn_as_twin},
         build_hash=library.build_hash,
         schedule_hash=program.schedule_hash,
         p50_ms=timing.p50,
@@ -303,6 +331,7 @@ def _line(row: Row) -> str:
 
 def _table(cfg: Config, rows: list[Row]) -> str:
     title = f"{cfg.model.name}, weights {cfg.weights.name}, {cfg.gpu.name}, context {cfg.experiment.context}, "
-    title += f"routing {cfg.routing.name}, {cfg.schedule.name}, {cfg.wave_order.name}, {cfg.placement.name}"
+    axes = (cfg.sampling.name, cfg.schedule.name, cfg.wave_order.name, cfg.placement.name)
+    title += f"routing {cfg.routing.name}, {', '.join(axes)}"
     head = "  ".join(name.rjust(max(8, len(name))) for name in COLUMNS)
     return "\n".join([title, head, *map(_line, rows)])

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from mk.build import Library
+from mk.host_ring import StepTokens
 from mk.interpreter import StepOutputs
 from mk.kv import KINDS, KVCache, blocks_of, kv_layers
 from mk.model.packing import PackedWeights
 from mk.programs import Plan, Programs, bucket_for
 from mk.runtime import Runtime
-from mk.sampling import NO_TOKEN, SamplingParams, sample_row
+from mk.sampling import SamplingParams
 from mk.schedule.lower import Program
 from prefill.torch_prefill import TorchPrefill
 
-GREEDY = SamplingParams()
+AHEAD = 16  # steps that `CudaEngine.run` queues at a time
 
 
 class CudaEngine:
-    """One launch a step, then the host reads tokens, logits and routing: a decode to look at, not the fastest one.
+    """The kernel in two gaits: `step` launches once and reads logits and routing; `run` keeps steps queued.
 
-    The kernel draws greedily; other sampling is done by its twin on the logits (`mk/sampling.py`). Routing is the
-    model's own.
+    The kernel draws the tokens of either. Routing is the model's own.
     """
 
     name = "cuda"
@@ -48,7 +49,7 @@ class CudaEngine:
         """
         self.geometry = g = weights.geometry
         self.rows, self.context = rows, context
-        self.kv = KVCache.for_contexts(g, rows, context, chunk)
+        self.kv = KVCache.for_contexts(g, rows, context, chunk, AHEAD)
         self.pages = self.kv.allocator(rows, blocks_of(context), seed)
         copy = PackedWeights(weights.slots.to(device), weights.norms.to(device), weights.layout, g)
         self.runtime = Runtime(library, copy, self.kv.pages, blocks_of(context), context, window_slots)
@@ -71,35 +72,69 @@ class CudaEngine:
     def step(
         self, tokens: Sequence[int] | None, keys: Sequence[int], sampling: Sequence[SamplingParams]
     ) -> StepOutputs:
-        self._fit(max(keys))
-        self.pages.advance(keys)
-        fed = self._sampled if tokens is None else tokens
-        self.runtime.set_tables(self.pages.table.table)
-        self.runtime.set_sequences(keys, [token if length else 0 for token, length in zip(fed, keys, strict=True)])
-        self.runtime.launch()
-        self.runtime.finish()
-        return self._read(keys, sampling)
+        launch = self._queue(tokens, keys, sampling, 1)[0]
+        out = self._outputs(keys, self.runtime.tokens_of(launch))
+        self._sampled = np.maximum(out.tokens, 0).tolist()
+        return out
+
+    def run(
+        self, tokens: Sequence[int] | None, keys: Sequence[int], sampling: Sequence[SamplingParams], steps: int
+    ) -> Iterator[StepTokens]:
+        """Decode `steps` tokens in every active row, arguments as `step`'s; each step's as soon as they are sampled.
+
+        The device is always some steps ahead: a row that ends early has been decoded for nothing until the caller
+        closes the iterator, which waits for what is queued. Raises MkError as `step` does.
+        """
+        waiting: deque[int] = deque()
+        queued = 0
+        try:
+            for _ in range(steps):
+                while queued < steps and len(waiting) <= AHEAD:
+                    grown = [length + queued if length else 0 for length in keys]
+                    burst = min(AHEAD, steps - queued)
+                    waiting += self._queue(tokens, grown, sampling, burst, follows=queued > 0)
+                    queued += burst
+                found = self.runtime.tokens_of(waiting.popleft())
+                self._sampled = np.maximum(found.tokens, 0).tolist()
+                yield found
+        finally:
+            if waiting:
+                self.runtime.finish()
 
     def free(self, row: int) -> None:
         self.pages.free(row)
 
-    def _fit(self, longest: int) -> None:
-        """Change to a program with room for `longest` keys."""
-        if self.program is None or longest > self.program.shape.bucket:
-            self.program = self.programs.get(bucket_for(longest))
-            self.runtime.load(self.program)
+    def _queue(
+        self,
+        tokens: Sequence[int] | None,
+        keys: Sequence[int],
+        sampling: Sequence[SamplingParams],
+        steps: int,
+        follows: bool = False,
+    ) -> list[int]:
+        """Launches `steps` steps, without waiting for any; their numbers. `follows`: the last one queued, not read."""
+        last = [length + steps - 1 if length else 0 for length in keys]
+        program = self.programs.fit(self.program, max(last), any(not params.greedy for params in sampling))
+        if program is not self.program:
+            self.program = program
+            self.runtime.load(program)
+        self.pages.advance(keys)
+        for row, length in enumerate(last):
+            if length:
+                self.pages.reserve(row, length)
+        self.runtime.set_tables(self.pages.table.table)
+        fed = None
+        if not follows:
+            fed = self._sampled if tokens is None else tokens
+            fed = [token if length else 0 for token, length in zip(fed, keys, strict=True)]
+        self.runtime.set_sequences(keys, fed, steps, sampling)
+        return [self.runtime.launch() for _ in range(steps)]
 
-    def _read(self, keys: Sequence[int], sampling: Sequence[SamplingParams]) -> StepOutputs:
-        """What the finished step left on the device, in the interpreter's terms."""
+    def _outputs(self, keys: Sequence[int], found: StepTokens) -> StepOutputs:
+        """What the step left on the device, in the interpreter's terms."""
+        self.runtime.finish()
         rt, g, active = self.runtime, self.geometry, np.array(keys) > 0
-        status = np.where(active, rt.status(), 0)
         logits = np.where(active[:, None], rt["logits"][: self.rows, : g.vocab].cpu().numpy(), np.float32(np.nan))
-        drawn = rt["tokens"][: self.rows].cpu().numpy().astype(np.int64)
-        for row in np.flatnonzero(active).tolist():
-            if sampling[row] != GREEDY:
-                drawn[row] = sample_row(logits[row], sampling[row], keys[row])
-        drawn[~active | (status != 0)] = NO_TOKEN
-        self._sampled = np.maximum(drawn, 0).tolist()
         ids = rt["route_ids"][:, : self.rows].cpu().numpy().astype(np.int64)
         routed = {layer: np.where(active[:, None], ids[layer], -1) for layer in g.sparse_layers}
-        return StepOutputs(drawn, status, logits, routed)
+        return StepOutputs(found.tokens, found.status, logits, routed)

@@ -98,7 +98,7 @@ class MachineEngine:
     def step(
         self, tokens: Sequence[int] | None, keys: Sequence[int], sampling: Sequence[SamplingParams]
     ) -> StepOutputs:
-        self._fit(max(keys))
+        self._fit(max(keys), any(not params.greedy for params in sampling))
         self.pages.advance(keys)
         try:
             return self.machine.step(StepInputs(tokens, keys, self.pages.table, list(sampling)))
@@ -109,11 +109,12 @@ class MachineEngine:
     def free(self, row: int) -> None:
         self.pages.free(row)
 
-    def _fit(self, longest: int) -> None:
-        """Change to a program with room for `longest` keys. Loading clears the counters, fed-back tokens stay."""
-        if self.program is None or longest > self.program.shape.bucket:
-            self.program = self.programs.get(bucket_for(longest))
-            self.machine.load(self.program)
+    def _fit(self, longest: int, draws: bool) -> None:
+        """Change to a program that fits. Loading clears the counters, fed-back tokens stay."""
+        program = self.programs.fit(self.program, longest, draws)
+        if program is not self.program:
+            self.program = program
+            self.machine.load(program)
 
 
 class ReferenceEngine:

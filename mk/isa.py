@@ -104,6 +104,8 @@ class Buffer(IntEnum):
     LOGITS = 13  # fp32 [rows, vocab] and each task's best candidate; unit = strip of the head
     TOKENS = 14  # the step's tokens, read by the next step's embedding; one unit
     QUEUES = 15  # ticket heads, two sets by step parity; unit = queue
+    HISTOGRAM = 16  # sampling: tokens and mass of each bin of a row's logits; unit = what a vocabulary slice adds
+    SHORTLIST = 17  # sampling: what a slice of the vocabulary offers to be drawn; unit = slice
 
 
 LOCAL_BUFFERS = frozenset({Buffer.ROUTE, Buffer.ACC_ATTN, Buffer.ACC_FFN})

@@ -158,15 +158,17 @@ class KVCache:
         }
 
     @classmethod
-    def for_contexts(cls, geometry: Geometry, slots: int, keys: int, chunk: int = 0) -> KVCache:
+    def for_contexts(cls, geometry: Geometry, slots: int, keys: int, chunk: int = 0, ahead: int = 0) -> KVCache:
         """Enough pages for `slots` sequences of `keys` tokens, prompts coming in chunks of at most `chunk` tokens.
+
+        ahead: steps that are queued before the window's first pages are given back.
 
         A window that straddles blocks has one page more than it fills. While a chunk is computed, its own pages stand
         beside those of the window before it: of the chunk or of its last window, whichever is less, and for one slot
         at a time.
         """
         full = blocks_of(keys)
-        window = min(full, blocks_of(geometry.window_keys) + 1) if geometry.sliding_layers else 0
+        window = min(full, blocks_of(geometry.window_keys + ahead) + 1) if geometry.sliding_layers else 0
         in_flight = min(window, blocks_of(chunk) + 1) if chunk else 0
         return cls(geometry, slots * full, slots * window + in_flight)
 

@@ -1,4 +1,4 @@
-"""Programs by context bucket: lowered, verified once, kept."""
+"""Programs by context bucket and kind of sampling: lowered, verified once, kept."""
 
 from __future__ import annotations
 
@@ -44,8 +44,11 @@ class Plan:
             splits=SplitPolicy(attention.split_keys, attention.max_splits),
         )
 
-    def lower(self, geometry: Geometry, rows: int, bucket: int) -> Program:
-        """The step of `rows` sequences of at most `bucket` keys, not verified. Raises MkError for what cannot be."""
+    def lower(self, geometry: Geometry, rows: int, bucket: int, draws: bool = False) -> Program:
+        """The step of `rows` sequences of at most `bucket` keys, not verified. Raises MkError for what cannot be.
+
+        draws: rows may be sampled; a program without is a little faster.
+        """
         shape = StepShape(
             geometry,
             rows,
@@ -56,6 +59,7 @@ class Plan:
             moe_claimers=self.moe_claimers,
             claim_ahead=self.claim_ahead,
             splits=self.splits,
+            draws=draws,
         )
         return lower(shape, self.wave_order, self.placement)
 
@@ -67,12 +71,21 @@ class Programs:
     geometry: Geometry
     rows: int
     plan: Plan
-    _by_bucket: dict[int, Program] = field(default_factory=dict)
+    _made: dict[tuple[int, bool], Program] = field(default_factory=dict)
 
-    def get(self, bucket: int) -> Program:
-        """The program with room for contexts up to `bucket`. Raises MkError (a VerifyError) if the plan cannot run."""
-        if bucket not in self._by_bucket:
-            program = self.plan.lower(self.geometry, self.rows, bucket)
+    def get(self, bucket: int, draws: bool = False) -> Program:
+        """The program with room for contexts up to `bucket`; `draws`: that samples rows.
+
+        Raises MkError (a VerifyError) if the plan cannot run.
+        """
+        if (bucket, draws) not in self._made:
+            program = self.plan.lower(self.geometry, self.rows, bucket, draws)
             verify(program)
-            self._by_bucket[bucket] = program
-        return self._by_bucket[bucket]
+            self._made[bucket, draws] = program
+        return self._made[bucket, draws]
+
+    def fit(self, current: Program | None, keys: int, draws: bool) -> Program:
+        """`current` where it holds `keys` keys and samples as asked, otherwise the program to change to."""
+        if current is not None and keys <= current.shape.bucket and draws == current.shape.draws:
+            return current
+        return self.get(max(bucket_for(keys), current.shape.bucket if current else 0), draws)

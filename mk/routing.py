@@ -21,7 +21,7 @@ import numpy.typing as npt
 from mk.config import RoutingConfig
 from mk.errors import MkError
 from mk.model.geometry import Geometry
-from mk.sampling import philox4x32
+from mk.noise import philox4x32
 
 Ids = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]

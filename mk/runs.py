@@ -83,6 +83,7 @@ class RunFolder:
             "schedule": cfg.schedule.name,
             "wave_order": cfg.wave_order.name,
             "placement": cfg.placement.name,
+            "sampling": cfg.sampling.name if cfg.sampling.temperature > 0 else None,
             "commit": self.meta["commit"] + "-dirty" * self.meta["dirty"],
             "config_hash": self.meta["config_hash"],
             "build_hash": None,

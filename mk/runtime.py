@@ -8,6 +8,7 @@ it writes between steps is ordered on the same stream.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -17,13 +18,26 @@ from mk.build import Library
 from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.graph import QUEUE_KINDS
+from mk.host_ring import HostRing, StepTokens
 from mk.isa import Buffer, Word
 from mk.kv import KINDS, PAGE, Blocks, blocks_of, first_visible, kv_layers
 from mk.model.packing import PackedWeights
 from mk.model.reference import rope_table
+from mk.sampling import SamplingParams
 from mk.schedule.lower import Program
 from mk.stalls import describe_stall
-from mk.step_params import COUNTER_STRIDE, KV_BLOCK, MAX_ROWS, MAX_WINDOW, MIN_WINDOW, OWNED, StepParams, buffer_shapes
+from mk.step_params import (
+    COUNTER_STRIDE,
+    HOST_STEPS,
+    KV_BLOCK,
+    MAX_ROWS,
+    MAX_WINDOW,
+    MIN_WINDOW,
+    OWNED,
+    StepParams,
+    buffer_shapes,
+    pack_sampling,
+)
 
 
 class StepAborted(MkError):
@@ -41,9 +55,10 @@ def pack_values(v: torch.Tensor) -> torch.Tensor:
 
 
 class Runtime:
-    """One model on one device: `load` a program, `set_tables`, `set_sequences`, then `launch` steps and `finish`.
+    """One model on one device: `load` a program, `set_tables`, `set_sequences`, then `launch` steps.
 
-    Every buffer of the kernel is `runtime[name]`, shaped as csrc/params.cuh says.
+    `tokens_of` gives a step's tokens as soon as they are sampled, `finish` waits for all steps. Every buffer of the
+    kernel is `runtime[name]`, shaped as csrc/params.cuh says.
     """
 
     def __init__(
@@ -89,6 +104,7 @@ class Runtime:
         self.stream = torch.cuda.Stream()
         self.program: Program | None = None
         self.epoch = 0
+        self.launched = 0  # steps in all
         self._room: int | None = None  # steps whose contexts have been checked to have pages, where they advance
         self._buffers: dict[str, torch.Tensor] = {}
         self._tables: dict[str, Blocks] = {}
@@ -96,6 +112,8 @@ class Runtime:
         self.params.window_slots = window_slots
         self.params.time_limit_ns = int(time_limit_s * 1e9)
         self.params.table_stride = max_blocks
+        self.ring = HostRing(pinned=self.device.type == "cuda")
+        self.params.host_steps = self.ring.address
         self._allocate(pages)
         if trace_records:
             records = torch.zeros(self.facts.sms, trace_records, 16, dtype=torch.int32, device=self.device)
@@ -166,9 +184,10 @@ class Runtime:
             self._own("counters", torch.from_numpy(counters.view(np.int32)).to(self.device))
             self._own("queues", torch.zeros(2, queues, dtype=torch.int32, device=self.device))
             self["candidate_value"].fill_(float("-inf"))  # of SMs that get no strip of the head
+            self["candidate_low"].fill_(float("inf"))
             self["candidate_id"].fill_(0x7FFFFFFF)
-            self["abort_word"].zero_()
-            self["stalls"].zero_()
+            for name in ("bin_mass", "bin_count", "undecided_count", "abort_word", "stalls"):
+                self[name].zero_()
         self.params.rows, self.params.n_sm, self.params.n_queues = shape.rows, shape.n_sm, queues
         self.program, self.epoch = program, epoch
 
@@ -183,21 +202,34 @@ class Runtime:
                 table[:rows, :blocks] = tables[kind]
                 if table.max(initial=-1) >= len(self[f"pool_{kind}"]):
                     raise MkError(f"the {kind} page table names page {table.max()} of {len(self[f'pool_{kind}'])}")
-                self[f"table_{kind}"].copy_(torch.from_numpy(table))
+                self._upload(f"table_{kind}", torch.from_numpy(table))
                 self._tables[kind] = table
 
-    def set_sequences(self, keys: Sequence[int], tokens: Sequence[int] | None = None, steps: int = 1) -> None:
+    def set_sequences(
+        self,
+        keys: Sequence[int],
+        tokens: Sequence[int] | None = None,
+        steps: int = 1,
+        sampling: Sequence[SamplingParams] | None = None,
+    ) -> None:
         """The next step's rows. keys: context lengths with this step's token, 0 = inactive row.
 
         tokens: what each row continues with; None = what the last step sampled. steps: how many may be queued before
-        the next call; with more than one, contexts advance on the device. Clears the rows' status.
-        Raises MkError for a context without room in the program or without pages, naming the row.
+        the next call; with more than one, contexts advance on the device. sampling: one a row, None = greedy. Clears
+        the rows' status. Raises MkError for a context without room in the program or without pages, and for parameters
+        that the program cannot sample by, naming the row.
         """
         if self.program is None:
             raise MkError("no program is loaded", hint="Runtime.load first")
         shape, g = self.program.shape, self.geometry
-        if len(keys) != shape.rows or (tokens is not None and len(tokens) != shape.rows):
+        sampling = [SamplingParams()] * shape.rows if sampling is None else sampling
+        if {len(keys), len(sampling), len(keys if tokens is None else tokens)} != {shape.rows}:
             raise MkError(f"{len(keys)} rows for a program of {shape.rows}")
+        drawn = [row for row, params in enumerate(sampling) if not params.greedy]
+        if drawn and not shape.draws:
+            raise MkError(
+                f"row {drawn[0]}: the program only takes the likeliest token", hint="lower it with draws=True"
+            )
         limit = min(shape.bucket, self.max_positions, self.max_blocks * PAGE)
         for row, first in enumerate(keys):
             last = first + steps - 1
@@ -211,9 +243,12 @@ class Runtime:
             if first and tokens is not None and not 0 <= tokens[row] < g.vocab:
                 raise MkError(f"row {row}: token {tokens[row]} is outside 0..{g.vocab - 1}")
         with torch.cuda.stream(self.stream):
-            self["keys"].copy_(_padded(keys))
+            self._upload("keys", _padded(keys))
             if tokens is not None:
-                self["tokens"].copy_(_padded(tokens))
+                self._upload("tokens", _padded(tokens))
+            if shape.draws:
+                packed = pack_sampling(sampling, g.vocab)
+                self._upload("sampling", torch.from_numpy(packed.view(np.int64).reshape(MAX_ROWS, -1)))
             self["status"].zero_()
         self.params.advance = int(steps > 1)
         self._room = steps if steps > 1 else None
@@ -233,17 +268,47 @@ class Runtime:
         """From the next launch on top-k writes the ids it took to `ids`, int32 [layers, MAX_ROWS, top_k]."""
         self._own("route_ids", ids)
 
-    def launch(self) -> None:
-        """Queues one step. Raises MkError when CUDA refuses the launch, and beyond the steps of `set_sequences`."""
+    def launch(self) -> int:
+        """Queues one step; its number, for `tokens_of`.
+
+        Raises MkError when CUDA refuses the launch, and beyond the steps of `set_sequences`.
+        """
         if self._room == 0:
             raise MkError("all steps that contexts may advance by are queued", hint="Runtime.set_sequences again")
-        self.params.epoch = self.epoch & 0xFFFFFFFF
+        self.params.epoch, self.params.launched = self.epoch & 0xFFFFFFFF, self.launched
         code = self.library.mk_launch(ctypes.byref(self.params), ctypes.c_void_p(self.stream.cuda_stream))
         if code:
             raise MkError(f"launch failed: {self.library.mk_error(code).decode()}")
         self.epoch += 1
+        self.launched += 1
         if self._room is not None:
             self._room -= 1
+        return self.launched - 1
+
+    def poll(self, launch: int) -> StepTokens | None:
+        """What launch number `launch` sampled, as soon as it has and whatever is queued behind it; None before.
+
+        Raises MkError for a launch that never was, and for one whose place in the ring a later one may have taken.
+        """
+        assert self.program is not None
+        if not self.launched - HOST_STEPS <= launch < self.launched or launch < 0:
+            raise MkError(
+                f"launch {launch} of {self.launched} has no tokens in the ring, which holds {HOST_STEPS} steps",
+                hint="read each step's tokens before many more are queued",
+            )
+        return self.ring.read(launch, self.program.shape.rows)
+
+    def tokens_of(self, launch: int) -> StepTokens:
+        """Waits for what launch number `launch` samples. Raises MkError as `poll` does, `StepAborted` if it gave up."""
+        while True:
+            idle = self.stream.query()
+            found = self.poll(launch)
+            if found is not None:
+                return found
+            if idle:  # before the look at the ring
+                self.finish()
+                raise MkError(f"launch {launch} ended without a token in the ring")
+            time.sleep(0)
 
     def finish(self) -> None:
         """Waits for all queued steps; raises `StepAborted` if one gave up. The program is then as if newly loaded."""
@@ -263,6 +328,11 @@ class Runtime:
         """Flags of each row of the program since `set_sequences`, as in mk/interpreter/step.py; 0 = nothing wrong."""
         found: list[int] = self["status"][: self.params.rows].tolist()
         return found
+
+    def _upload(self, name: str, values: torch.Tensor) -> None:
+        """Stream-ordered copy into a buffer. From page-locked memory, so that the host need not wait for the stream."""
+        source = values.pin_memory() if self.device.type == "cuda" else values
+        self[name].copy_(source, non_blocking=True)
 
     # ---- KV pages ----
 

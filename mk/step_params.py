@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mk.build import CSRC
 from mk.kv import PAGE
 from mk.model.geometry import SLOT_K, Geometry
+from mk.noise import power_rate
+from mk.sampling import SamplingParams
+from mk.shortlist import BINS
 from mk.splits import SplitPolicy
 
 MAX_ROWS = 8
 OWNED = 4  # residual strips an SM can keep the sums of
 MAX_WINDOW = 9  # ring slots that may be in flight; why is in gemm.cuh
 MIN_WINDOW = 4  # the slots that a producer issues at once
+HOST_STEPS = 1024  # slots of the ring in pinned host memory
 COUNTER_STRIDE = 32  # words: a counter has a 128-byte line of its own
 KV_BLOCK = PAGE * 128  # elements of K or V of one page, layer and head
 
@@ -37,9 +44,37 @@ class StepParams(ctypes.Structure):
     _fields_ = _params_fields()
 
 
+ROW_SAMPLING = np.dtype(
+    [("seed", "u8"), ("top_p", "f8"), ("temperature", "f4"), ("rate", "f4"), ("top_k", "i4"), ("cuts", "i4")]
+)
+"""`RowSampling` of params.cuh."""
+
+
+HOST_STEP = np.dtype(
+    {
+        "names": ["tokens", "status", "step"],
+        "formats": [("i4", MAX_ROWS), ("i4", MAX_ROWS), "u8"],
+        "offsets": [0, 4 * MAX_ROWS, 8 * MAX_ROWS],
+        "itemsize": 128,
+    }
+)
+"""`HostStep` of params.cuh."""
+
+
+def pack_sampling(rows: Sequence[SamplingParams], vocab: int) -> npt.NDArray[np.void]:
+    """What the kernel reads of each row's parameters, `ROW_SAMPLING` [MAX_ROWS]; rows without any are greedy."""
+    packed = np.zeros(MAX_ROWS, ROW_SAMPLING)
+    for row, params in enumerate(rows):
+        if not params.greedy:
+            top_k = params.top_k if params.top_k < vocab else 0
+            rate = power_rate(params.temperature)
+            packed[row] = (params.seed, params.top_p, params.temperature, rate, top_k, params.cuts(vocab))
+    return packed
+
+
 def buffer_shapes(g: Geometry, policy: SplitPolicy, sms: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """dtype and shape of every buffer that starts as zeros, by its name in the struct."""
-    bf16, f32, i32 = torch.bfloat16, torch.float32, torch.int32
+    bf16, f32, i32, i64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
     experts, splits = max(1, g.experts), policy.max_splits + 1
 
     def pad(k: int) -> int:
@@ -61,7 +96,15 @@ def buffer_shapes(g: Geometry, policy: SplitPolicy, sms: int) -> dict[str, tuple
         "ffn_out": (f32, (MAX_ROWS, g.hidden)),
         "logits": (f32, (MAX_ROWS, -(-g.vocab // 16) * 16)),
         "candidate_value": (f32, (sms, MAX_ROWS)),
+        "candidate_low": (f32, (sms, MAX_ROWS)),
         "candidate_id": (i32, (sms, MAX_ROWS)),
+        "sampling": (i64, (MAX_ROWS, 4)),
+        "bin_mass": (i64, (2, MAX_ROWS, BINS)),
+        "bin_count": (i32, (2, MAX_ROWS, BINS)),
+        "undecided": (i64, (MAX_ROWS, -(-g.vocab // 16) * 16)),
+        "undecided_count": (i32, (2, MAX_ROWS)),
+        "best_score": (torch.float64, (sms, MAX_ROWS)),
+        "best_id": (i32, (sms, MAX_ROWS)),
         "tokens": (i32, (MAX_ROWS,)),
         "route_ids": (i32, (g.layers, MAX_ROWS, max(1, g.top_k))),
         "status": (i32, (MAX_ROWS,)),

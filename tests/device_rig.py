@@ -15,8 +15,9 @@ from mk.build import Library
 from mk.device import DeviceFacts
 from mk.model.geometry import Geometry
 from mk.runtime import Runtime
+from mk.sampling import NO_TOKEN, SamplingParams, sample_row
 from mk.splits import SplitPolicy
-from mk.step_params import StepParams
+from mk.step_params import HOST_STEPS, ROW_SAMPLING, StepParams
 
 H200 = DeviceFacts("NVIDIA H200", 132, 227 * 1024, (9, 0))
 
@@ -29,6 +30,16 @@ def next_logits(geometry: Geometry, token: int, keys: int) -> Tensor:
 def next_ids(geometry: Geometry, token: int, keys: int, layer: int) -> Tensor:
     """Expert ids int32 [top_k] of its router."""
     return (torch.arange(geometry.top_k) + token + keys + layer).remainder(geometry.experts).int()
+
+
+def unpacked(rt: Runtime, row: int) -> SamplingParams:
+    """A row's parameters as the kernel finds them; a greedy program does not look."""
+    if rt.program is None or not rt.program.shape.draws:
+        return SamplingParams()
+    packed = rt["sampling"].numpy().view(ROW_SAMPLING)[row, 0]
+    return SamplingParams(
+        float(packed["temperature"]), int(packed["top_k"]), float(packed["top_p"]) or 1.0, int(packed["seed"])
+    )
 
 
 class FakeLibrary:
@@ -55,6 +66,8 @@ class FakeLibrary:
         rt = self.runtime
         assert rt is not None
         g = rt.geometry
+        record = rt.ring.records[rt.params.launched % HOST_STEPS]
+        record["tokens"], record["status"] = NO_TOKEN, 0
         for row, keys in enumerate(rt["keys"].tolist()[: rt.params.rows]):
             if not keys:
                 continue
@@ -63,10 +76,14 @@ class FakeLibrary:
             for layer in g.sparse_layers:
                 own = next_ids(g, token, keys, layer)
                 rt["route_ids"][layer, row] = rt["forced_ids"][layer, row] if rt.params.forced_ids else own
-            rt["tokens"][row] = int(rt.logits(row).argmax())
+            rt["tokens"][row] = drawn = sample_row(rt.logits(row).numpy(), unpacked(rt, row), keys)
             rt["keys"][row] += rt.params.advance
+            record["tokens"][row] = drawn
         if self.fault is not None:
             self.fault(rt, self.launches)
+        record["status"] = rt["status"].numpy()
+        if not int(rt["abort_word"][0]):
+            record["step"] = rt.params.launched + 1
         self.launches += 1
         return 0
 
@@ -77,6 +94,9 @@ class FakeStream:
     def wait_stream(self, other: Any) -> None: ...
 
     def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
 
 
 class FakeEvent:

@@ -170,6 +170,23 @@ def _touches(s: StepShape, w: tuple[int, ...], sm: int, step: int, active: tuple
                 yield read("page", layer, kv_strips + strip, then)
         yield "write", ("partial", row, head, split), group
 
+    def sampling(op: str) -> Iterator[Touch]:
+        now, idle = step % 2, (step + 1) % 2
+        if op == "histogram":
+            yield "write", ("bins", now), ("added", step)
+            yield "write", ("bins", idle), ("cleared", step)  # each task another part
+            if rank == 0:
+                yield write("undecided", idle)
+        elif op == "shortlist":
+            yield read("bins", now)
+            yield "write", ("undecided", now), ("listed", step)
+            yield write("best", rank)
+        else:
+            for unit in [("bins", now), ("undecided", now), *(("best", i) for i in range(s.slices))]:
+                if op == "draw":
+                    yield read(*unit)
+            yield write("tokens")
+
     if op == "embed":
         yield read("tokens")
         for strip in strips:
@@ -265,9 +282,9 @@ def _touches(s: StepShape, w: tuple[int, ...], sm: int, step: int, active: tuple
         yield from x(layer)
         for strip in strips:
             yield write("logits", strip)
-    elif op == "sample":
+    elif op in ("histogram", "shortlist", "sample", "draw"):
         for strip in range(-(-g.vocab // 16)):
             yield read("logits", strip)
-        yield write("tokens")
+        yield from sampling(op)
     elif op != "prefetch":  # that touches weights alone
         raise AssertionError(f"the oracle does not know {op}")

@@ -84,10 +84,11 @@ def program(
     bucket: int = 512,
     n_sm: int = 5,
     geometry: Geometry = GEOMETRY,
+    draws: bool = False,
 ) -> Program:
     """Claimer counts differ from each other and from the SM count, so nothing may assume that they agree."""
     claimers = (min(3, n_sm), min(4, n_sm)) if stealing else (0, 0)
-    return Plan(n_sm, WAVE_ORDERS[order], placement, *claimers).lower(geometry, rows, bucket)
+    return Plan(n_sm, WAVE_ORDERS[order], placement, *claimers).lower(geometry, rows, bucket, draws)
 
 
 class Batch:

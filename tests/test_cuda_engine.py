@@ -10,14 +10,14 @@ import torch
 
 import mk.engines
 from mk.compose import load_config
-from mk.cuda_engine import CudaEngine
+from mk.cuda_engine import AHEAD, CudaEngine
 from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.graph import LAYER_WAVES
 from mk.kv import KINDS, kv_layers
 from mk.model.opening import open_model
 from mk.programs import Plan
-from mk.runtime import pack_keys, pack_values
+from mk.runtime import StepAborted, pack_keys, pack_values
 from mk.sampling import SamplingParams, sample_row
 from mk.splits import SplitPolicy
 from tests.device_rig import H200, FakeLibrary, fake_build, fake_device, next_logits
@@ -65,12 +65,49 @@ def test_rows_decode_each_their_own_and_tokens_are_fed_back(engine: CudaEngine) 
     assert set(out.expert_ids) == set(GEOMETRY.sparse_layers)
 
 
-def test_other_sampling_is_the_twins(engine: CudaEngine) -> None:
+def test_rows_are_sampled_by_their_own_parameters(engine: CudaEngine) -> None:
     engine.prefill(0, PROMPT[:5])
+    engine.prefill(1, PROMPT[:7])
     warm = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
-    drawn = [engine.step([9, 0], [6, 0], [params, GREEDY]).tokens[0] for params in (warm, GREEDY)]
-    logits = next_logits(GEOMETRY, 9, 6).numpy()
-    assert drawn == [sample_row(logits, warm, 6), int(logits.argmax())]
+    logits = [next_logits(GEOMETRY, token, keys).numpy() for token, keys in ((9, 6), (8, 8))]
+    for params, draws in (([warm, GREEDY], True), ([GREEDY, GREEDY], False), ([GREEDY, warm], True)):
+        expected = [sample_row(*row) for row in zip(logits, params, (6, 8), strict=True)]
+        assert engine.step([9, 8], [6, 8], params).tokens.tolist() == expected
+        assert engine.program is not None and engine.program.shape.draws == draws
+    assert len({id(engine.programs.get(256, draws)) for draws in (False, True)}) == 2
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(1.0, 50, 0.9, seed=8)])
+def test_steps_queued_ahead_give_what_single_steps_do(
+    engine: CudaEngine, fake_device: FakeLibrary, sampling: SamplingParams
+) -> None:
+    """Over two changes of page and one of bucket; single steps go on where the iterator was left."""
+    engine.prefill(1, PROMPT + PROMPT[:96])
+    first, params = 247, [GREEDY, sampling]
+    singles = [engine.step([0, 17], [0, first], params)]
+    singles += [engine.step(None, [0, first + step], params) for step in range(1, 60)]
+    engine.free(1)
+    engine.prefill(1, PROMPT + PROMPT[:96])
+    before = fake_device.launches
+    ahead = engine.run([0, 17], [0, first], params, 50)
+    found = [next(ahead)]
+    assert 1 < fake_device.launches - before <= 2 * AHEAD
+    found += [next(ahead) for _ in range(39)]
+    ahead.close()
+    assert fake_device.launches - before < 40 + 2 * AHEAD
+    found += [engine.step(None, [0, first + step], params) for step in range(40, 60)]
+    assert [out.tokens.tolist() for out in found] == [out.tokens.tolist() for out in singles]
+    assert all(out.tokens[0] == -1 and not out.status.any() for out in found)
+    assert engine.program is not None and engine.program.shape.bucket == 512
+
+
+def test_a_step_given_up_ends_the_run(engine: CudaEngine, fake_device: FakeLibrary) -> None:
+    engine.prefill(0, PROMPT[:5])
+    fake_device.fault = lambda rt, step: rt["abort_word"].fill_(int(step >= 3))
+    ahead = engine.run([9, 0], [6, 0], [GREEDY] * 2, 40)
+    assert len([next(ahead) for _ in range(3)]) == 3
+    with pytest.raises(StepAborted):
+        next(ahead)
 
 
 def test_a_row_whose_logits_are_not_finite_has_no_token(engine: CudaEngine, fake_device: FakeLibrary) -> None:

@@ -78,7 +78,6 @@ def test_the_oracle_is_the_reference_and_bfloat16_is_near() -> None:
     ("overrides", "message"),
     [
         (["engine=interpreter"], "not engine=interpreter"),
-        (["sampling=top_p"], "sampling=top_p"),
         (["routing=oracle"], "routing=oracle"),
         (["experiment.batches=[]"], "experiment.batches is empty"),
         (["experiment.batches=[1,9]"], "must lie in 1..8"),
@@ -156,9 +155,25 @@ def test_a_run_writes_a_row_a_batch_and_ends_with_a_table(
     assert first.build_hash == "0123456789abcdef" and first.schedule_hash != second.schedule_hash
     assert all(first.checks.values()) and all(second.checks.values())
     assert set(second.checks) - set(first.checks) == {"bits_rows", "bits_alone"}  # one row has nothing beside it
-    assert len(second.checks) == 8
+    assert len(second.checks) == 9 and first.sampling is None
     table = capsys.readouterr().out.split("\n\n")[-1]
     assert "routing uniform" in table and "p50 ms" in table and table.count("1.0000") >= 6
+
+
+def test_sampled_steps_are_timed_on_the_programs_that_draw(stand_in: FakeLibrary, tmp_path: Path) -> None:
+    assert experiment.main(load_config([*RUN, f"run_dir={tmp_path}/greedy"])) == 0
+    top_k = ["sampling=top_p", "sampling.top_k=20"]
+    assert experiment.main(load_config([*RUN, *top_k, f"run_dir={tmp_path}/top_p"])) == 0
+    greedy, drawn = (rows_of(tmp_path / name)[1] for name in ("greedy", "top_p"))
+    assert drawn.sampling == "top_p" and drawn.checks["drawn_as_twin"]
+    assert drawn.schedule_hash != greedy.schedule_hash
+
+
+def test_tokens_that_the_twin_does_not_draw_get_no_row(stand_in: FakeLibrary, tmp_path: Path) -> None:
+    stand_in.fault = lambda rt, step: rt["logits"].neg_() if rt.params.advance else None
+    with pytest.raises(MkError, match="batch 1: the last step's tokens are not"):
+        experiment.main(load_config([*RUN, f"run_dir={tmp_path}"]))
+    assert not rows_of(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from mk.errors import MkError
 from mk.interpreter.moe import choose
 from mk.model.reference import ReferenceCache, reference_forward
 from mk.sampling import SamplingParams, sample_row
+from mk.verify import verify
 from tests.interpreter_rig import GEOMETRY, batch, program, random_tokens, source
 
 PROMPTS = [random_tokens(n, seed=n) for n in (90, 0, 33)]
@@ -112,20 +113,44 @@ def test_a_mode_that_gives_impossible_ids(ids: list[list[int]], message: str) ->
 
 def test_tokens_are_drawn_by_the_rows_own_parameters_and_position() -> None:
     params = [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.3, top_k=20, seed=4)]
-    decoding = batch(program(3), PROMPTS, TOKENS)
+    decoding = batch(program(3, draws=True), PROMPTS, TOKENS)
     positions = decoding.keys.copy()
     out = decoding.step(sampling=params)
     assert out.tokens[1] == -1
     for row in (0, 2):
         assert out.tokens[row] == sample_row(out.logits[row], params[row], int(positions[row]))
     assert out.tokens[2] != int(out.logits[2].argmax())
-    moved = batch(program(3), PROMPTS[::-1], TOKENS[::-1]).step(sampling=params[::-1])
+    moved = batch(program(3, draws=True), PROMPTS[::-1], TOKENS[::-1]).step(sampling=params[::-1])
     assert moved.tokens.tolist() == out.tokens[::-1].tolist()
+
+
+@pytest.mark.parametrize(("placement", "stealing", "n_sm"), [("row_owner", False, 5), ("round_robin", True, 30)])
+def test_rows_of_one_batch_may_be_cut_drawn_and_greedy(placement: str, stealing: bool, n_sm: int) -> None:
+    """30 SMs for 19 strips of the head: some have no slice of the vocabulary."""
+    params = [SamplingParams(1.0, 30, 0.8, seed=3), SamplingParams(0.7, top_p=0.6, seed=3), SamplingParams()]
+    prompts = [random_tokens(n, seed=n) for n in (20, 70, 33)]
+    loaded = program(3, placement=placement, stealing=stealing, n_sm=n_sm, draws=True)
+    verify(loaded)
+    decoding = batch(loaded, prompts, TOKENS, interleaving="eager")
+    drawn = set()
+    for _ in range(6):
+        keys = decoding.keys.copy()
+        out = decoding.step(sampling=params)
+        decoding.machine.poison()
+        for row in range(3):
+            assert out.tokens[row] == sample_row(out.logits[row], params[row], int(keys[row]))
+        drawn.add(bool(out.tokens[1] == out.logits[1].argmax()))
+    assert False in drawn
+
+
+def test_a_greedy_program_does_not_draw() -> None:
+    with pytest.raises(MkError, match="row 2: the program only takes the likeliest token"):
+        batch(program(3), PROMPTS, TOKENS).step(sampling=[SamplingParams()] * 2 + [SamplingParams(1.0)])
 
 
 def test_padding_of_the_vocabulary_is_never_drawn() -> None:
     """293 tokens are padded to 304 rows of zeros, whose logit 0 would beat a row of negative ones."""
-    decoding = batch(program(1), [PROMPTS[0]])
+    decoding = batch(program(1, draws=True), [PROMPTS[0]])
     decoding.step()
     padding = decoding.machine.memory.logits[0, GEOMETRY.vocab :]
     assert len(padding) == 11 and not padding.any()

@@ -26,6 +26,8 @@ from mk.isa import DESCRIPTOR_WORDS, ISA, NONE, Buffer, Flag, Word
 from mk.kv import PAGE
 from mk.model.geometry import PRESETS, SLOT_BYTES, Geometry
 from mk.model.opening import NANO
+from mk.noise import MASS_BITS
+from mk.shortlist import BINS
 from mk.splits import SplitPolicy
 from tests.csrc_constants import constants
 
@@ -85,6 +87,9 @@ def test_constants_written_on_both_sides_agree() -> None:
         "MAX_WINDOW": step_params.MAX_WINDOW,
         "PRODUCER_LANES": step_params.MIN_WINDOW,
         "OWNED": step_params.OWNED,
+        "HOST_STEPS": step_params.HOST_STEPS,
+        "BINS": BINS,
+        "MASS_BITS": MASS_BITS,
         "STATUS_LOGITS": Status.LOGITS,
         "STATUS_ROUTER_NAN": Status.ROUTER_NAN,
         "STATUS_EXPERT_ID": Status.EXPERT_ID,

@@ -17,10 +17,11 @@ from mk.kv import PageAllocator
 from mk.model.packing import PackedWeights
 from mk.programs import Plan
 from mk.runtime import Runtime, StepAborted
+from mk.sampling import SamplingParams
 from mk.schedule.lower import Program
 from mk.splits import SplitPolicy
 from mk.stalls import describe_stall
-from mk.step_params import MAX_ROWS, MAX_WINDOW, MIN_WINDOW, OWNED
+from mk.step_params import HOST_STEPS, MAX_ROWS, MAX_WINDOW, MIN_WINDOW, OWNED, pack_sampling
 from tests.device_rig import H200, FakeLibrary, fake_build, fake_device, next_logits
 from tests.interpreter_rig import GEOMETRY, weights
 
@@ -160,6 +161,54 @@ def test_steps_advance_on_the_device_and_feed_tokens_back(runtime: Runtime) -> N
     runtime.launch()
     runtime.launch()
     assert int(runtime["keys"][1]) == 12  # a single step leaves contexts to the host
+
+
+def test_tokens_are_read_from_the_ring_while_later_steps_run(runtime: Runtime) -> None:
+    runtime.load(program())
+    pages = PageAllocator(GEOMETRY, PAGES, 2, 4, seed=1)
+    pages.reserve(0, 10)
+    pages.reserve(0, 159)
+    runtime.set_tables(pages.table.table)
+    runtime.set_sequences([10, 0], [7, 0], steps=150)
+    launches = [runtime.launch() for _ in range(150)]
+    assert launches == list(range(150))
+    token = 7
+    for launch in launches:
+        token = int(next_logits(GEOMETRY, token, 10 + launch).argmax())
+        assert runtime.tokens_of(launch).tokens.tolist() == [token, -1]
+    assert runtime.poll(149) is not None
+    runtime.ring.records["step"][149] = 0  # as before the step has ended
+    assert runtime.poll(149) is None
+    with pytest.raises(MkError, match="launch 149 ended without a token"):
+        runtime.tokens_of(149)
+
+
+def test_a_lapped_step_is_not_read(runtime: Runtime) -> None:
+    runtime.load(program())
+    runtime.set_sequences([0, 0])
+    for _ in range(HOST_STEPS + 2):
+        runtime.launch()
+    assert runtime.poll(2) is not None
+    for launch in (-1, 0, 1, HOST_STEPS + 2):
+        with pytest.raises(MkError, match=f"launch {launch} of {HOST_STEPS + 2} has no tokens"):
+            runtime.poll(launch)
+
+
+def test_a_greedy_program_refuses_to_draw(runtime: Runtime) -> None:
+    runtime.load(program())
+    with pytest.raises(MkError, match="row 1: the program only takes the likeliest"):
+        runtime.set_sequences([0, 0], sampling=[SamplingParams(), SamplingParams(1.0)])
+    with pytest.raises(MkError, match="2 rows for a program of 2"):
+        runtime.set_sequences([0, 0], sampling=[SamplingParams()])
+
+
+def test_parameters_are_packed_as_the_kernel_reads_them() -> None:
+    rows = [SamplingParams(0.7, 40, 0.9, seed=2**64 - 1), SamplingParams(), SamplingParams(2.0, 5000)]
+    packed = pack_sampling(rows, vocab=300)
+    assert packed.nbytes == MAX_ROWS * 32
+    assert packed["seed"][0] == 2**64 - 1 and packed["rate"][0] == np.float32(1.4426950408889634 / np.float32(0.7))
+    assert packed["top_p"].tolist()[:3] == [0.9, 0.0, 1.0]
+    assert packed["top_k"].tolist() == [40, 0, 0, *[0] * 5] and packed["cuts"].tolist() == [1, 0, 0, *[0] * 5]
 
 
 def test_counters_of_a_late_epoch_start_where_a_long_run_would_stand(runtime: Runtime) -> None:

@@ -10,16 +10,16 @@ import numpy.typing as npt
 import pytest
 
 from mk.errors import MkError
-from mk.sampling import (
-    NO_TOKEN,
-    SamplingParams,
-    candidates,
+from mk.noise import (
+    LARGEST_NOISE,
+    SMALLEST_NOISE,
     gumbel_noise,
+    gumbel_of_words,
     ordered_keys,
     philox4x32,
-    sample_row,
     token_masses,
 )
+from mk.sampling import NO_TOKEN, SamplingParams, candidates, noisy_scores, sample_row
 
 Floats = npt.NDArray[np.float32]
 
@@ -46,16 +46,16 @@ def test_philox_is_vectorised_over_counters() -> None:
 
 
 def test_noise_depends_on_seed_position_and_token_only() -> None:
-    noise = gumbel_noise(1000, seed=5, position=77)
-    assert np.array_equal(noise[:10], gumbel_noise(10, 5, 77))  # the vocabulary's length does not enter
-    for other in (gumbel_noise(1000, 6, 77), gumbel_noise(1000, 5, 78), gumbel_noise(1000, 5 + 2**32, 77)):
-        assert not (noise == other).any()
+    noise = gumbel_noise(range(1000), seed=5, position=77)
+    assert np.array_equal(noise[:10], gumbel_noise(range(10), 5, 77))  # the vocabulary's length does not enter
+    for other in ((6, 77), (5, 78), (5 + 2**32, 77), (5, 77 + 2**32)):
+        assert not (noise == gumbel_noise(range(1000), *other)).any()
     word = philox4x32([3, 77, 0, 0], (5, 0))[2]  # token 14
-    assert noise[14] == pytest.approx(-math.log(-math.log1p(-(int(word) + 0.5) / 2**32)), rel=1e-6)
+    assert noise[14] == pytest.approx(-math.log(-math.log1p(-(int(word) | 1) / 2**32)), rel=1e-6)
 
 
 def test_noise_is_finite_and_standard_gumbel() -> None:
-    noise = np.concatenate([gumbel_noise(50_000, 1, position) for position in range(10)]).astype(np.float64)
+    noise = gumbel_noise(np.arange(50_000), 1, np.arange(10)[:, None]).reshape(-1).astype(np.float64)
     assert np.isfinite(noise).all()
     n = len(noise)
     deviation = math.pi / math.sqrt(6)
@@ -64,11 +64,24 @@ def test_noise_is_finite_and_standard_gumbel() -> None:
     assert noise.max() > 11  # the largest of n is about ln n = 13
 
 
-@pytest.mark.parametrize("word", [0, 1, 2**31, 2**32 - 2, 2**32 - 1])
-def test_the_extreme_words_are_finite(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = np.full((1, 4), word, np.uint32)
-    monkeypatch.setattr("mk.sampling.philox4x32", lambda counter, key: words)
-    assert np.isfinite(gumbel_noise(4, 0, 0)).all()
+def test_noise_is_the_logarithms() -> None:
+    """Of the smallest and largest words, and of random ones: to a few units of float32's last place."""
+    random = np.random.default_rng(0).integers(0, 2**32, 100_000, dtype=np.uint32)
+    words = np.concatenate([np.arange(100_000, dtype=np.uint32), ~np.arange(100_000, dtype=np.uint32), random])
+    exact = -np.log(-np.log1p(-(words | np.uint32(1)).astype(np.float64) / 2**32))
+    noise = gumbel_of_words(words).astype(np.float64)
+    assert (np.abs(noise - exact) <= 4e-7 * np.maximum(1, np.abs(exact))).all()
+    assert SMALLEST_NOISE <= noise.min() < -3.09 and 22.18 < noise.max() <= LARGEST_NOISE
+
+
+def test_masses_are_the_exponentials() -> None:
+    logits = -np.linspace(0, 30, 100_001).astype(np.float32)
+    for temperature in (0.1, 1.0, 3.0):
+        mass = token_masses(logits, np.float32(0), temperature).astype(np.float64) / 2**31
+        orders = logits.astype(np.float64) / np.float32(temperature)
+        assert np.abs(mass - np.exp(orders)).max() < 3e-7
+    assert token_masses(np.array([3, 2.5e38], np.float32), np.float32(3e38), 1e-37).tolist() == [0, 0]
+    assert token_masses(np.full(1, 7, np.float32), np.float32(7), 1e-37).tolist() == [2**31]
 
 
 def chi_square(counts: npt.NDArray[np.int64], p: npt.NDArray[np.float64]) -> float:
@@ -81,12 +94,20 @@ def test_100_000_draws_follow_the_distribution() -> None:
     logits = np.linspace(-2, 2, 12).astype(np.float32)
     temperature = 0.8
     params = SamplingParams(temperature=temperature, seed=2024)
-    draws = [sample_row(logits, params, position) for position in range(100_000)]
+    draws = noisy_scores(logits, range(12), params, np.arange(100_000)[:, None]).argmax(axis=1)
+    assert draws[:2000].tolist() == [sample_row(logits, params, position) for position in range(2000)]
     counts = np.bincount(draws, minlength=12)
     weights = np.exp(logits.astype(np.float64) / temperature)
     assert chi_square(counts, weights / weights.sum()) < 31.3
     shifted = np.exp(logits.astype(np.float64))  # at another temperature the same counts would not pass
     assert chi_square(counts, shifted / shifted.sum()) > 1000
+
+
+def test_100_000_draws_of_equal_logits_are_uniform() -> None:
+    """Far from 0, where float32 scores would tie: 19 degrees of freedom, 43.8 is the 99.9 % quantile."""
+    logits = np.full(20, 1e6, np.float32)
+    draws = noisy_scores(logits, range(20), SamplingParams(1.0, seed=5), np.arange(100_000)[:, None]).argmax(axis=1)
+    assert chi_square(np.bincount(draws, minlength=20), np.full(20, 0.05)) < 43.8
 
 
 def test_draws_of_a_cut_distribution() -> None:
@@ -120,7 +141,7 @@ def sorted_cut(logits: Floats, params: SamplingParams) -> npt.NDArray[np.bool_]:
     if params.top_k:
         order = order[: params.top_k]
     if params.top_p < 1:
-        mass = [int(m) for m in token_masses(logits, params.temperature)]
+        mass = [int(m) for m in token_masses(logits, logits.max(), params.temperature)]
         total, seen, kept = sum(mass[token] for token in order), 0, []
         for token in order:
             if seen >= max(1, math.ceil(params.top_p * total)):
@@ -145,7 +166,7 @@ def test_cuts_equal_a_sorts(name: str, logits: Floats) -> None:
 
 
 def test_top_p_keeps_the_least_that_reaches_the_mass() -> None:
-    """Against float64 probabilities, away from the fixed point's resolution of 2^-32."""
+    """Against float64 probabilities, away from the fixed point's resolution of 2^-31."""
     logits = np.random.default_rng(5).standard_normal(500).astype(np.float32) * 2
     p = np.exp(logits.astype(np.float64) / 0.7)
     p /= p.sum()
@@ -189,7 +210,9 @@ def test_keys_order_like_the_floats() -> None:
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", math.inf),
+        ("temperature", 1e39),
         ("top_k", -1),
+        ("top_k", 2**31),
         ("top_p", 0.0),
         ("top_p", 1.01),
         ("seed", -1),

@@ -1,6 +1,7 @@
 // The consumers: eight warps that multiply what the ring brings.
 #pragma once
 #include "ops/attention.cuh"
+#include "ops/draw.cuh"
 #include "ops/experts.cuh"
 #include "ops/router.cuh"
 
@@ -10,24 +11,42 @@ class Consumer {
       : p(params), s(shared), g(params, shared, ROLE_CONSUMER), entries(shared, g), st(shared, g) {}
 
   DEVICE void run() {
-    bool ok;
-    while ((ok = entries.next()) && entries.words[W_OPCODE] != OP_END) {
-      mark(T_TAKEN);
-      if (!(ok = work(entries.words))) break;
-      mark(T_DONE);
-      if (threadIdx.x == 0) {
-        trace_spent(p, s.tallies, entries.count, T_RING_EMPTY, SPENT_RING_EMPTY);
-        trace_spent(p, s.tallies, entries.count, T_TILE_FULL, SPENT_TILE_FULL);
-      }
-      entries.release();
-    }
-    if (!ok) entries.report();
+    if (!layers() || !ending()) entries.report();
     g.finish();
   }
 
  private:
+  // Two loops, so that what ends a step takes neither registers nor instruction cache from the layers.
+  static_assert(OP_SHORTLIST == OP_HISTOGRAM + 1 && OP_DRAW == OP_SHORTLIST + 1, "what ends a step");
+  DEVICE bool layers() {
+    for (;;) {
+      if (!entries.next()) return false;
+      const int op = entries.words[W_OPCODE];
+      if ((op >= OP_HISTOGRAM && op <= OP_DRAW) || op == OP_END) return true;
+      mark(T_TAKEN);
+      if (!work(entries.words)) return false;
+      done();
+    }
+  }
+  DEVICE bool ending() {
+    while (entries.words[W_OPCODE] != OP_END) {
+      mark(T_TAKEN);
+      if (!sample(entries.words, opened())) return false;
+      done();
+      if (!entries.next()) return false;
+    }
+    return true;
+  }
   DEVICE void mark(TraceWord word) const {
     if (threadIdx.x == 0) trace_mark(p, entries.count, word);
+  }
+  DEVICE void done() {
+    mark(T_DONE);
+    if (threadIdx.x == 0) {
+      trace_spent(p, s.tallies, entries.count, T_RING_EMPTY, SPENT_RING_EMPTY);
+      trace_spent(p, s.tallies, entries.count, T_TILE_FULL, SPENT_TILE_FULL);
+    }
+    entries.release();
   }
   DEVICE bool work(const int* d) {
     const int op = d[W_OPCODE], layer = d[W_LAYER];
@@ -53,6 +72,15 @@ class Consumer {
     return ok;
   }
 
+  // What follows the head. `ok`: what the wait said; some of these meet the other warps, given up or not.
+  DEVICE bool sample(const int* d, bool ok) {
+    switch (d[W_OPCODE]) {
+      case OP_HISTOGRAM: return fill_histogram(p, s, st, d, ok);
+      case OP_SHORTLIST: return make_shortlist(p, s, st, d, ok);
+      case OP_DRAW: return draw(p, s, st, ok);
+      default: return ok;  // the storer's alone
+    }
+  }
   DEVICE bool opened() const {
     bool ok = entries.opened();
     mark(T_OPENED);

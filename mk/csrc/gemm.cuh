@@ -48,6 +48,7 @@ class Streams {
     arrive_tile();
     return true;
   }
+  DEVICE int tile_index() const { return tile.index; }
   DEVICE bool await_tile() {
     return g.wait(&s.tile_empty[tile.index], tile.lap ^ 1, SPENT_TILE_FULL);
   }

@@ -20,6 +20,23 @@ struct alignas(32) StallRecord {
   uint32_t target, seen;
 };
 
+// How a row is sampled; mk/step_params.py packs the same. temperature 0: greedy.
+struct RowSampling {
+  uint64_t seed;
+  double top_p;       // 1: off
+  float temperature;
+  float rate;         // log2(e) / temperature
+  int top_k;          // 0: off
+  int cuts;           // whether top_k or top_p may keep any token from being drawn
+};
+
+// A step's outcome for the host, in pinned memory. `step` is written last: the launch's number from 1 on.
+struct alignas(128) HostStep {
+  int tokens[8], status[8];
+  uint64_t step;
+};
+constexpr int HOST_STEPS = 1024;  // a step may be this many launches ahead of the host that reads it
+
 struct StepParams {
   // weights
   const uint8_t* slots;   // packed matrices, 8 KB slots
@@ -51,8 +68,18 @@ struct StepParams {
   float* ffn_out;         // [MAX_ROWS][HIDDEN]
   float* logits;          // [MAX_ROWS][VOCAB_PAD]
   float* candidate_value;  // [n_sm][MAX_ROWS] best logit of an SM's strips
+  float* candidate_low;    // [n_sm][MAX_ROWS] and the smallest
   int* candidate_id;       // [n_sm][MAX_ROWS]
   int* tokens;            // [MAX_ROWS] fed back from step to step
+  // sampling; what is added to comes in two sets by step parity, the idle one is cleared for the next step
+  const RowSampling* sampling;  // [MAX_ROWS]
+  uint64_t* bin_mass;     // [2][MAX_ROWS][BINS], stored as Bins::place says
+  uint32_t* bin_count;    // [2][MAX_ROWS][BINS]
+  uint64_t* undecided;    // [MAX_ROWS][VOCAB_PAD] token_rank of the shortlist, in any order
+  uint32_t* undecided_count;  // [2][MAX_ROWS]
+  double* best_score;     // [n_sm][MAX_ROWS] of a slice's tokens that are sure to be kept
+  int* best_id;           // [n_sm][MAX_ROWS]
+  HostStep* host_steps;   // [HOST_STEPS] ring in pinned host memory
   // routing
   int* route_ids;         // [LAYERS][MAX_ROWS][TOP_K] published ids
   const int* forced_ids;  // the same shape: ids that replace the router's, or null
@@ -62,6 +89,7 @@ struct StepParams {
   StallRecord* stalls;    // [n_sm]
   uint32_t* trace;        // [n_sm][trace_records][16] of a trace build, else null; trace.cuh
   uint64_t time_limit_ns;
+  uint64_t launched;      // launches before this one, whatever the program
   uint32_t epoch;
   int rows, n_sm, n_queues, table_stride, window_slots, trace_records;
   int advance;            // 1: sampling adds one to the context of every active row, for steps queued ahead

@@ -110,6 +110,16 @@ DEVICE uint32_t load_l2(const uint32_t* p) {
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+DEVICE uint64_t load_l2(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+DEVICE double load_l2(const double* p) {
+  double v;
+  asm volatile("ld.relaxed.gpu.global.f64 %0, [%1];" : "=d"(v) : "l"(p) : "memory");
+  return v;
+}
 DEVICE int load_l2(const int* p) {
   return static_cast<int>(load_l2(reinterpret_cast<const uint32_t*>(p)));
 }
@@ -117,6 +127,11 @@ DEVICE bf16 load_l2(const bf16* p) {
   unsigned short v;
   asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
   return __ushort_as_bfloat16(v);
+}
+
+// To memory that the host reads: whoever sees the value sees all that was written before it.
+DEVICE void store_release_system(uint64_t* p, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 
 // ---- arithmetic -------------------------------------------------------------------------------------------------

@@ -43,7 +43,8 @@ class Storer {
     const int op = d[W_OPCODE];
     const bool normed = op == OP_QKV || op == OP_ROUTER || op == OP_MOE_UP || op == OP_DENSE_UP || op == OP_LM_HEAD;
     const bool adds = op == OP_O_PROJ || op == OP_DENSE_DOWN || op == OP_MOE_DOWN_OWNED;
-    if (op == OP_ATTENTION) return g.wait(&s.tile_full[tile_.index], tile_.lap) && (give_back(), true);
+    if (op == OP_SHORTLIST || op == OP_DRAW) return offers_of(d);
+    if (op == OP_ATTENTION || op == OP_HISTOGRAM) return g.wait(&s.tile_full[tile_.index], tile_.lap) && (give_back(), true);
     if (!normed && !adds && op != OP_MOE_DOWN) return true;
     if (normed && d[W_LAYER] != norm_layer_) load_rstd(d[W_LAYER]);
 #pragma unroll 1
@@ -91,6 +92,7 @@ class Storer {
 
   // ---- what is the storer's alone, and what follows a product's last tile ----
   DEVICE void others(const int* d) {
+    const Place at(hidden(this->at.lane));  // no address of these is worth a register all through the step
     switch (d[W_OPCODE]) {
       case OP_EMBED: return embed(p, s, at, d);
       case OP_TOPK: return TopK(p, s, d, at.lane).run(replaced_);
@@ -122,6 +124,17 @@ class Storer {
     }
   }
 
+  // ---- sampling ----
+  // A tile that holds what the warps found, not products to be added.
+  DEVICE bool offers_of(const int* d) {
+    if (!g.wait(&s.tile_full[tile_.index], tile_.lap)) return false;
+    if (d[W_OPCODE] == OP_SHORTLIST)
+      store_offers(p, at, d, offers(s, tile_.index));
+    else
+      publish_tokens(p, s, at.lane, at.lane < CONSUMERS ? offers(s, tile_.index)[at.lane].id : MAX_ID);
+    give_back();
+    return true;
+  }
   // route_setup: the ticket heads that the next step will use.
   DEVICE void clear_idle_queues(const int* d) {
     uint32_t* idle = p.queues + (~p.epoch & 1) * p.n_queues + d[W_QUEUE];

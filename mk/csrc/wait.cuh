@@ -48,7 +48,6 @@ class Guard {
   }
   // The role has come to its end, well or not.
   DEVICE void finish() const {
-    __syncwarp(__activemask());
     if (threadIdx.x % 32 == 0) barrier_arrive(&s.finished);
   }
   // Notes the entry this role is at, for the record.

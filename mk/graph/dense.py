@@ -1,10 +1,8 @@
-"""The ends of a step and what joins its layers: embedding, dense FFN, residual, head and sampler."""
+"""The ends of a step and what joins its layers: embedding, dense FFN, residual and head."""
 
 from __future__ import annotations
 
-import numpy as np
-
-from mk.graph.shape import StepShape, blank, x_buffer
+from mk.graph.shape import StepShape, x_buffer
 from mk.graph.tiles import ONE, X, own_strips, strip_tasks, whole
 from mk.isa import ISA, Access, Buffer, Flag, Op, Word, Words
 
@@ -108,29 +106,5 @@ ISA.add(
         reads=(X,),
         writes=(Access(Buffer.LOGITS, own_strips),),
         doc="logits of some strips of the vocabulary",
-    )
-)
-
-
-def _sample(s: StepShape, layer: int) -> Words:
-    tasks = blank(1)
-    tasks[:, Word.TILES] = s.layout.entry("head").strips
-    tasks[:, Word.DST] = Buffer.TOKENS
-    return tasks
-
-
-def _all_logits(s: StepShape, d: Words) -> tuple[Words, Words]:
-    return np.zeros(len(d), np.int32), d[:, Word.TILES]
-
-
-ISA.add(
-    Op(
-        17,
-        "sample",
-        "sample",
-        _sample,
-        reads=(Access(Buffer.LOGITS, _all_logits),),
-        writes=(Access(Buffer.TOKENS, ONE),),
-        doc="draws each row's next token and feeds it back",
     )
 )

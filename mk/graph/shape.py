@@ -35,7 +35,10 @@ OPTIONAL_WAVES = ("oproj_prefetch",)
 """Waves that a wave order may leave out: they only move bytes to an earlier, idle moment."""
 
 DENSE_WAVES = {"moe_up": "dense_up", "moe_down": "dense_down"}  # what stands there in a dense layer
-WAVE_NAMES = ("embed", *LAYER_WAVES, *OPTIONAL_WAVES, *DENSE_WAVES.values(), "lm_head", "sample")
+LAST_WAVES = ("lm_head", "histogram", "shortlist", "sample")
+"""Waves behind the last layer; those between head and sample are empty in a greedy step."""
+
+WAVE_NAMES = ("embed", *LAYER_WAVES, *OPTIONAL_WAVES, *DENSE_WAVES.values(), *LAST_WAVES)
 
 HEAD_STRIPS = 8  # strips of one 128-wide head
 HEAD_PARTS = 4  # tasks that merge the splits of a head: 32 dims each, one a lane
@@ -48,7 +51,8 @@ class StepShape:
 
     rows: built batch size. bucket: the longest context (tokens, the new one included) the list has room for; it sizes
     lists, never arithmetic. own_rows: each residual strip has one owner that keeps its sums (`placement=row_owner`).
-    attention_claimers, moe_claimers: SMs that steal those tiles, 0 = static.
+    attention_claimers, moe_claimers: SMs that steal those tiles, 0 = static. draws: rows may be sampled; without, all
+    are greedy.
 
     Raises MkError naming a count that cannot be.
     """
@@ -62,6 +66,7 @@ class StepShape:
     moe_claimers: int = 0
     claim_ahead: int = 2
     splits: SplitPolicy = SplitPolicy()
+    draws: bool = False
     layout: WeightLayout = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -80,6 +85,11 @@ class StepShape:
     def strips(self) -> int:
         """Strips of the residual."""
         return self.geometry.hidden // 16
+
+    @property
+    def slices(self) -> int:
+        """Parts of the vocabulary that SMs sample from on their own."""
+        return min(self.n_sm, self.layout.entry("head").strips)
 
     @property
     def hidden_strips(self) -> int:

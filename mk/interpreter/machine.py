@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from mk.errors import MkError
-from mk.interpreter import attention, moe, projections  # noqa: F401  (they register their executors)
+from mk.interpreter import attention, moe, projections, sampling  # noqa: F401  (they register their executors)
 from mk.interpreter.memory import Memory, WeightSlots
 from mk.interpreter.numerics import rounding
 from mk.interpreter.registry import EXECUTORS, Bench, Task

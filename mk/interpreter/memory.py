@@ -12,6 +12,7 @@ from mk.graph import QUEUE_KINDS, StepShape
 from mk.isa import Buffer
 from mk.model.geometry import ROWS, SLOT_K
 from mk.model.packing import SUB_K, PackedWeights
+from mk.shortlist import BINS
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -75,16 +76,25 @@ class Memory:
         self.tokens: list[int | None] = [None] * s.rows
         # ticket heads: two sets by step parity
         self.queues = [[0] * (g.layers * len(QUEUE_KINDS)) for _ in range(2)]
+        # sampling: by step parity too, what is added to; and each slice's best sure token
+        bins = (2, s.rows, BINS) if s.draws else (0,) * 3
+        self.bin_counts, self.bin_masses = np.zeros(bins, np.int64), np.zeros(bins, np.uint64)
+        self.undecided: list[list[list[int]]] = [[[] for _ in range(s.rows)] for _ in range(2)]
+        self.best_score, self.best_id = np.zeros((s.slices, s.rows)), np.zeros((s.slices, s.rows), np.int64)
         own = (s.rows, g.hidden)
         self.private = [Private(np.zeros(own, np.float32), np.zeros(own, np.float32)) for _ in range(s.n_sm)]
         self.poison()
 
     def poison(self) -> None:
-        """Overwrite what no task has written yet with NaN, so that reading it early shows. Tokens and queues stay."""
+        """Overwrite what no task has written yet with NaN, so that reading it early shows.
+
+        Tokens stay, and what a step clears for the next: queues, bins, shortlists.
+        """
         g = self.shape.geometry
         whole = (self.x_squares, self.qkv, self.split_max, self.split_sum, self.split_out, self.router_part)
         for array in (*whole, self.hidden, self.oproj_out, self.ffn_part, self.ffn_out, self.logits):
             array.fill(np.nan)
+        self.best_score.fill(np.nan)
         self.x[..., : g.hidden] = np.nan
         self.attn_out[:, : g.q_width] = np.nan
         for own in self.private:

@@ -1,4 +1,4 @@
-"""Executors of everything that is one matrix or one residual: embed, qkv, o_proj, dense FFN, residual, lm_head, sample.
+"""Executors of everything that is one matrix or one residual: embed, qkv, o_proj, dense FFN, residual, lm_head.
 
 The norm never is a task: its weight multiplies x as it is loaded, and 1/rms, summed from the strips' partial squares in
 strip order, multiplies the products.
@@ -14,10 +14,9 @@ from mk.errors import MkError
 from mk.graph import HEAD_STRIPS, x_buffer
 from mk.interpreter.numerics import Floats, gated, ordered_sum, padded, rows_of, strip_product
 from mk.interpreter.registry import Bench, Run, Task, executes
-from mk.interpreter.step import Status, Step
+from mk.interpreter.step import Step
 from mk.isa import Buffer, Flag, Word
 from mk.model.geometry import ROWS, SLOT_K
-from mk.sampling import NO_TOKEN, sample_row
 
 Normed = Callable[[Step], tuple[Floats, Floats]]
 
@@ -183,23 +182,5 @@ def lm_head(bench: Bench, task: Task) -> Run:
     def run(step: Step) -> None:
         activations, rstd = read(step)
         logits[step.rows, columns] = rows_of(strip_product(weights(), activations) * rstd[None, :, None]) * scale
-
-    return run
-
-
-@executes("sample")
-def sample(bench: Bench, task: Task) -> Run:
-    """Draws each active row's next token among the real vocabulary, feeds it back and reports it."""
-    memory, vocab = bench.memory, bench.shape.geometry.vocab
-
-    def run(step: Step) -> None:
-        outputs = step.outputs
-        outputs.logits[step.rows] = memory.logits[step.rows, :vocab]
-        for row in step.active.tolist():
-            token = sample_row(outputs.logits[row], step.sampling[row], int(step.keys[row]))
-            memory.tokens[row] = token
-            outputs.tokens[row] = token
-            if token == NO_TOKEN:
-                outputs.status[row] |= Status.LOGITS
 
     return run

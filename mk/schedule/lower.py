@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mk.errors import MkError
-from mk.graph import StepShape, resolve
+from mk.graph import LAST_WAVES, StepShape, resolve
 from mk.isa import LOCAL_BUFFERS, NONE, Buffer, Flag, Op, Word, Words
 from mk.schedule.orders import check_order
 from mk.schedule.placement import SmIds, make_placement
@@ -118,8 +118,8 @@ def _step_waves(shape: StepShape, order: tuple[str, ...]) -> Iterator[tuple[str,
         names = shape.layer_waves(layer, order)
         for place, name in enumerate(names):
             yield name, layer, names[:place].count(name), names.count(name)
-    yield "lm_head", layers, 0, 1
-    yield "sample", layers, 0, 1
+    for name in LAST_WAVES:
+        yield name, layers, 0, 1
 
 
 def _join(tasks: Words, tracks: SmIds, op: Op) -> tuple[Words, SmIds]:

@@ -40,6 +40,8 @@ COLOURS = {
     "dense_down": "#b5792f",
     "rmsnorm": "#8a8f98",
     "lm_head": "#6a3d9a",
+    "histogram": "#b39ddb",
+    "shortlist": "#8e7cc3",
     "sample": "#2b1a45",
 }
 OTHER = "#e377c2"  # waves of operations added later

@@ -89,6 +89,8 @@ def unit_count(shape: StepShape, buffer: Buffer) -> int:
         Buffer.FFN_PART: experts * shape.strips,
         Buffer.LOGITS: shape.layout.entry("head").strips,
         Buffer.TOKENS: 1,
+        Buffer.HISTOGRAM: shape.slices,
+        Buffer.SHORTLIST: shape.slices,
         Buffer.QUEUES: g.layers * len(QUEUE_KINDS),
     }.get(buffer, shape.strips)
 
@@ -113,4 +115,5 @@ def describe(shape: StepShape, buffer: Buffer, lo: int, hi: int) -> str:
         pitch = shape.hidden_strips if buffer == Buffer.HIDDEN else shape.strips
         expert, strip = divmod(lo, pitch)
         return f"expert {expert} {span('strip', strip, min(strip + hi - lo, pitch))}"
-    return span({Buffer.ROUTER_PART: "slot", Buffer.QUEUES: "queue"}.get(buffer, "strip"), lo, hi)
+    nouns = {Buffer.ROUTER_PART: "slot", Buffer.QUEUES: "queue", Buffer.HISTOGRAM: "slice", Buffer.SHORTLIST: "slice"}
+    return span(nouns.get(buffer, "strip"), lo, hi)

@@ -38,7 +38,8 @@ STRIPWISE = frozenset({"embed", "moe_combine", "residual"})  # one task a residu
 QUEUED = {"attn_drain": "attn", "moe_up_drain": "moe_up", "moe_down_drain": "moe_down"}
 SPARSE = frozenset({"router", "topk", "moe_combine", *(op for op, m in MATRIX.items() if m in ("up", "down"))})
 DENSE = frozenset({"dense_up", "dense_down"})
-LAST = frozenset({"lm_head", "sample"})  # their layer is the number of layers
+SLICEWISE = frozenset({"histogram", "shortlist"})  # one task a slice of the vocabulary
+LAST = frozenset({"lm_head", "sample", "draw", *SLICEWISE})  # their layer is the number of layers
 
 
 def _owned(owned: Buffer, shared: Buffer) -> Callable[[StepShape, Ints], Ints]:
@@ -64,7 +65,10 @@ DESTINATION: dict[str, Callable[[StepShape, Ints], Ints]] = {
     "dense_down": _owned(Buffer.ACC_FFN, Buffer.FFN_OUT),
     "residual": lambda s, layers: np.where(layers % 2, int(x_buffer(0)), int(x_buffer(1))),
     "lm_head": _always(Buffer.LOGITS),
+    "histogram": _always(Buffer.HISTOGRAM),
+    "shortlist": _always(Buffer.SHORTLIST),
     "sample": _always(Buffer.TOKENS),
+    "draw": _always(Buffer.TOKENS),
 }
 """What DST must say; executors write there."""
 
@@ -192,7 +196,10 @@ def _check_op(group: _Group) -> None:
     if op in QUEUED:
         group.equal(Word.QUEUE, np.array([queue_id(layer, QUEUED[op]) for layer in group.layer.tolist()]))
         group.within(Word.CLAIM_AHEAD, 1, 2**31)
-    if op in QUEUED or op in ("moe_up", "moe_down"):
+    if op in SLICEWISE:
+        lo = words[:, Word.TILE].astype(np.int64)
+        group.partition(lo, lo + words[:, Word.TILES], s.layout.entry("head").strips, f"{op} strip", allowed)
+    if op in QUEUED or op in SLICEWISE or op in ("moe_up", "moe_down"):
         ranks = np.bincount(group.layer, minlength=g.layers)[group.layer]
         group.equal(Word.RANKS, ranks)
         lo = words[:, Word.RANK].astype(np.int64)
@@ -207,7 +214,7 @@ def _check_op(group: _Group) -> None:
         published = np.bincount(group.layer[words[:, Word.FLAGS] == Flag.PUBLISH], minlength=g.layers)
         for layer in [layer for layer in allowed if published[layer] != 1][:1]:
             raise VerifyError("word", f"{published[layer]} topk tasks of layer {layer} publish ROUTE, the host reads 1")
-    if op == "sample":
+    if op in ("sample", "draw"):
         group.equal(Word.TILES, s.layout.entry("head").strips)
 
 
