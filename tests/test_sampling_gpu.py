@@ -150,9 +150,9 @@ def sampling_only(loaded: Program) -> Program:
 
 
 def put(runtime: Runtime, logits: np.ndarray) -> None:
-    """Logits [rows, vocab] as lm_head leaves them, all candidates on the last SM."""
+    """Logits [rows, vocab] as lm_head leaves them, all candidates on the program's last SM."""
     rows = len(logits)
-    best, sm = logits.argmax(axis=1), runtime.facts.sms - 1
+    best, sm = logits.argmax(axis=1), runtime.params.n_sm - 1
     with torch.cuda.stream(runtime.stream):
         runtime["logits"][:rows, : logits.shape[1]] = torch.from_numpy(logits).to(runtime.device)
         for name, values in (

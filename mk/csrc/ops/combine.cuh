@@ -13,11 +13,12 @@ class Combine {
         first((descriptor[W_ROW] * KV_HEADS + descriptor[W_HEAD] / GROUP) * SPLIT_STRIDE) {}
 
   DEVICE void run() {
-    float4 v[TOGETHER];
-    load(v, d[W_TILE]);  // before the shares, so that both come with one trip to L2
-    const float scale = share();
+    float scale = 0.f;
 #pragma unroll 1
-    for (int part = d[W_TILE];; load(v, part)) {
+    for (int part = d[W_TILE], end = part + d[W_TILES]; part < end; ++part) {
+      float4 v[TOGETHER];
+      load(v, part);
+      if (part == d[W_TILE]) scale = share();  // whose loads come with the same trip to L2
       float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
       for (int i = 0; i < TOGETHER; ++i) {
@@ -32,7 +33,6 @@ class Combine {
       if (lane < DIM_LANES)
         *reinterpret_cast<uint2*>(p.attn_out + d[W_ROW] * Q_PAD + d[W_HEAD] * 128 + part * 32 + lane * 4) =
             make_uint2(pack_bf16(sum.x * scale, sum.y * scale), pack_bf16(sum.z * scale, sum.w * scale));
-      if (++part == d[W_TILE] + d[W_TILES]) return;
     }
   }
 

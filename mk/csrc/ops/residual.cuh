@@ -41,24 +41,28 @@ DEVICE void residual(const StepParams& p, Shared& s, const Place& at, const int*
 #pragma unroll 1
   for (int i = 0; i < d[W_TILES]; ++i) {
     int strip = d[W_TILE] + i;
+    const bool owned = d[W_SRC] == BUF_ACC_ATTN;
+    float4 attn = make_float4(0.f, 0.f, 0.f, 0.f), ffn = attn, old = attn;  // owned: as the tile's lane holds them
+    if (owned) {
+      attn = reinterpret_cast<const float4*>(s.acc_attn[i])[at.lane];
+      ffn = reinterpret_cast<const float4*>(s.acc_ffn[i])[at.lane];
+      old = reinterpret_cast<const float4*>(s.x[i])[at.lane];
+    }
+    float sum[4] = {old.x + (attn.x + ffn.x), old.y + (attn.y + ffn.y), old.z + (attn.z + ffn.z), old.w + (attn.w + ffn.w)};
     float squares[2] = {0.f, 0.f};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      int row = at.row(j), column = strip * 16 + at.strip_row(j), value = at.lane * 4 + j;
+      const int row = at.row(j), column = strip * 16 + at.strip_row(j);
       if (row >= p.rows) continue;
-      float attn, ffn, old;
-      bool owned = d[W_SRC] == BUF_ACC_ATTN;
-      if (owned) {
-        attn = s.acc_attn[i][value], ffn = s.acc_ffn[i][value], old = s.x[i][value];
-      } else {
-        attn = load_l2(p.oproj_out + row * HIDDEN + column), ffn = load_l2(p.ffn_out + row * HIDDEN + column);
-        old = __bfloat162float(load_l2(x + row * HIDDEN_PAD + column));
-      }
-      bf16 v = __float2bfloat16_rn(old + (attn + ffn));
+      if (!owned)
+        sum[j] = __bfloat162float(load_l2(x + row * HIDDEN_PAD + column)) +
+                 (load_l2(p.oproj_out + row * HIDDEN + column) + load_l2(p.ffn_out + row * HIDDEN + column));
+      const bf16 v = __float2bfloat16_rn(sum[j]);
       out[row * HIDDEN_PAD + column] = v;
-      if (owned) s.x[i][value] = __bfloat162float(v);
-      squares[j % 2] += __bfloat162float(v) * __bfloat162float(v);
+      sum[j] = __bfloat162float(v);
+      squares[j % 2] += sum[j] * sum[j];
     }
+    if (owned) reinterpret_cast<float4*>(s.x[i])[at.lane] = make_float4(sum[0], sum[1], sum[2], sum[3]);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       for (int step = 4; step < 32; step *= 2) squares[j] += __shfl_xor_sync(~0u, squares[j], step);
