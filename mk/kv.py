@@ -82,11 +82,12 @@ class PageAllocator:
             self.free_pages[kind] = order[::-1].tolist()  # popped from the end
         self._end = {kind: [0] * self.slots for kind in KINDS}  # blocks that were ever given to the slot
 
-    def reserve(self, slot: int, keys: int) -> None:
+    def reserve(self, slot: int, keys: int, since: int | None = None) -> None:
         """Room for the first `keys` tokens of a slot's sequence.
 
-        A sliding layer gets no page for blocks that no query from the last of these tokens on can see. All or nothing:
-        raises MkError naming the slot, what it needs and what is free, with the table unchanged.
+        A sliding layer gets no page for blocks that no query at position `since` (by default the last token) or later
+        can see. All or nothing: raises MkError naming the slot, what it needs and what is free, with the table
+        unchanged.
         """
         end = blocks_of(keys)
         if end > self.max_blocks:
@@ -96,7 +97,8 @@ class PageAllocator:
             if not kv_layers(self.geometry, kind):
                 continue
             window = self.geometry.window_keys if kind == "sliding" else None
-            wanted[kind] = range(max(self._end[kind][slot], first_visible(keys, window) // PAGE), end)
+            seen = first_visible(keys if since is None else since + 1, window) // PAGE
+            wanted[kind] = range(max(self._end[kind][slot], seen), end)
             free = len(self.free_pages[kind])
             if len(wanted[kind]) > free:
                 raise MkError(

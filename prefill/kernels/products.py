@@ -1,0 +1,146 @@
+"""Products with packed matrices: a plain one, the pair gate/up with SiLU, and both again over sorted experts' rows.
+
+Experts: `tiles` int32 [tiles, 4] lists (expert, first row, end row, 0) of tiles of BLOCK_M sorted rows, each expert's
+last one cut short, and `n_tiles` says how many there are; a grid may be larger. Without experts, row tiles follow each
+other up to `rows`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from prefill.kernels.tile import gate_up_row, grouped_tile, packed_k, packed_rows, qkv_row, tile_product
+
+
+@triton.jit
+def _row_tile(m, tiles, rows, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert, rows of the tile int32 [BLOCK_M], end): rows at or past the end are no one's, clamp before loading."""
+    if EXPERTS:
+        expert = tl.load(tiles + m * 4)
+        first = tl.load(tiles + m * 4 + 1)
+        end = tl.load(tiles + m * 4 + 2)
+    else:
+        expert = 0
+        first = m * BLOCK_M
+        end = rows
+    return expert, first + tl.arange(0, BLOCK_M), end
+
+
+@triton.jit
+def product_kernel(
+    x,
+    w,
+    out,
+    tiles,
+    n_tiles,
+    rows,
+    OUT_STRIDE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EXPERT_STRIDE: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROTATED: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    STAGES: tl.constexpr,
+    FLOAT32: tl.constexpr,
+):
+    """out [rows, OUT_STRIDE >= N] = x [rows, K] times the (expert's) packed matrix, transposed, times SCALE.
+
+    ROTATED: so many rows of the matrix, from the first, are packed as heads that rotate.
+    """
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    tiles_m = tl.load(n_tiles) if EXPERTS else tl.cdiv(rows, BLOCK_M)
+    pid = tl.program_id(0)
+    if pid >= tiles_m * TILES_N:
+        return
+    m, n = grouped_tile(pid, tiles_m, TILES_N, GROUP_M)
+    expert, row, end = _row_tile(m, tiles, rows, EXPERTS, BLOCK_M)
+    column = n * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_rows = x + tl.minimum(row, end - 1).to(tl.int64) * K
+    w_row = tl.minimum(column, N - 1)
+    if ROTATED:
+        w_row = qkv_row(w_row, ROTATED)
+    w_rows = packed_rows(w + expert.to(tl.int64) * EXPERT_STRIDE if EXPERTS else w, w_row, K)
+    acc = tile_product(x_rows, w_rows, K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FLOAT32)
+    if SCALE != 1.0:
+        acc *= SCALE
+    out_ptrs = out + row.to(tl.int64)[:, None] * OUT_STRIDE + column[None, :]
+    keep = row[:, None] < end
+    if N % BLOCK_N != 0:
+        keep = keep & (column[None, :] < N)
+    tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def up_kernel(
+    x,
+    w,
+    out,
+    tiles,
+    n_tiles,
+    token_of,
+    rows,
+    EXPERTS: tl.constexpr,
+    EXPERT_STRIDE: tl.constexpr,
+    FFN: tl.constexpr,
+    FFN_PAD: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    STAGES: tl.constexpr,
+    FLOAT32: tl.constexpr,
+):
+    """out [rows, FFN_PAD] = silu(x gate^T) * (x up^T), zero past FFN; x [tokens, K] is read through `token_of`.
+
+    A tile's columns alternate between gate and up, so that a pair stays in one thread.
+    """
+    TILES_N: tl.constexpr = (2 * FFN_PAD + BLOCK_N - 1) // BLOCK_N
+    tiles_m = tl.load(n_tiles) if EXPERTS else tl.cdiv(rows, BLOCK_M)
+    pid = tl.program_id(0)
+    if pid >= tiles_m * TILES_N:
+        return
+    m, n = grouped_tile(pid, tiles_m, TILES_N, GROUP_M)
+    expert, row, end = _row_tile(m, tiles, rows, EXPERTS, BLOCK_M)
+    token = tl.minimum(row, end - 1)
+    if EXPERTS:
+        token = tl.load(token_of + token)
+    column = tl.minimum(n * BLOCK_N + tl.arange(0, BLOCK_N), 2 * FFN - 1)
+    x_rows = x + token.to(tl.int64) * K
+    w_rows = packed_rows(w + expert.to(tl.int64) * EXPERT_STRIDE if EXPERTS else w, gate_up_row(column), K)
+    acc = tile_product(x_rows, w_rows, K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FLOAT32)
+    gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
+    hidden = gate / (1.0 + tl.exp(-gate)) * up
+    feature = n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    keep = row[:, None] < end
+    if FFN != FFN_PAD:
+        hidden = tl.where(feature[None, :] < FFN, hidden, 0.0)
+    if 2 * FFN_PAD % BLOCK_N != 0:
+        keep = keep & (feature[None, :] < FFN_PAD)
+    out_ptrs = out + row.to(tl.int64)[:, None] * FFN_PAD + feature[None, :]
+    tl.store(out_ptrs, hidden.to(out.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def unpack_kernel(
+    w,
+    out,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROTATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out [N, K] = a packed matrix in its source's row order, for a product by another library."""
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    row = qkv_row(n, ROTATED) if ROTATED else n
+    keep = (n < N)[:, None]
+    value = tl.load(packed_rows(w, row, K)[:, None] + packed_k(k)[None, :], mask=keep)
+    tl.store(out + n[:, None] * K + k[None, :], value, mask=keep)

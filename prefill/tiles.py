@@ -1,0 +1,97 @@
+"""Sizes of the kernels' tiles. None changes a bit of what is computed, only how fast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTile:
+    """A tile of m x n outputs, k multiplied at a time; `group` row tiles go over all columns together."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    group: int = 8
+
+    def launch(self) -> dict[str, int]:
+        """Keyword arguments of a kernel that multiplies such tiles."""
+        return {
+            "BLOCK_M": self.m,
+            "BLOCK_N": self.n,
+            "BLOCK_K": self.k,
+            "GROUP_M": self.group,
+            "STAGES": self.stages,
+            "num_warps": self.warps,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTile:
+    """`tokens` queries with all heads of a group, `keys` keys (one or two pages) at a time."""
+
+    tokens: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Products have two sizes: `large` where that makes a tile for every SM, else `small`.
+
+    For experts the row count of the average expert decides, `large_rows` being the least for large tiles.
+    """
+
+    large: ProductTile
+    small: ProductTile
+    up: ProductTile
+    up_small: ProductTile
+    down: ProductTile
+    down_small: ProductTile
+    large_rows: int
+    attention: AttentionTile
+    route: ProductTile  # m tokens a block; n is ignored
+    rows: int  # whole rows of the residual a program
+
+    def product(self, rows: int, columns: int, sms: int) -> ProductTile:
+        tiles = -(-rows // self.large.m) * -(-columns // self.large.n)
+        return self.large if tiles >= sms else self.small
+
+    def experts(self, rows: int, experts: int) -> tuple[ProductTile, ProductTile]:
+        """(up, down) for `rows` sorted rows; both have the same m."""
+        if rows >= self.large_rows * experts:
+            return self.up, self.down
+        return self.up_small, self.down_small
+
+
+HOPPER = Tiles(
+    large=ProductTile(128, 256, 64, warps=8, stages=4),
+    small=ProductTile(64, 64, 128, warps=4, stages=4),
+    up=ProductTile(128, 256, 64, warps=8, stages=4),
+    up_small=ProductTile(64, 128, 64, warps=4, stages=4),
+    down=ProductTile(128, 256, 64, warps=8, stages=4),
+    down_small=ProductTile(64, 128, 64, warps=4, stages=4),
+    large_rows=96,
+    attention=AttentionTile(16, 64, warps=8, stages=3),
+    route=ProductTile(64, 128, 64, warps=4, stages=4),
+    rows=1,
+)
+
+# The interpreter takes as long for a large block as for a small one; k is padded to 256.
+_BIG = ProductTile(64, 128, 256, warps=1, stages=1)
+_THIN = ProductTile(32, 64, 256, warps=1, stages=1)
+INTERPRETED = Tiles(
+    large=_BIG,
+    small=_THIN,
+    up=_BIG,
+    up_small=_THIN,
+    down=_BIG,
+    down_small=_THIN,
+    large_rows=40,
+    attention=AttentionTile(16, 64, warps=1, stages=1),
+    route=_BIG,
+    rows=64,
+)
