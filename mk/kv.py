@@ -37,6 +37,24 @@ def first_visible(keys: int, window: int | None) -> int:
     return 0 if window is None else max(0, keys - window)
 
 
+def pages_for_contexts(
+    geometry: Geometry, slots: int, keys: int, chunk: int = 0, paged_chunk: bool = False
+) -> dict[str, int]:
+    """Pages of each kind for `slots` sequences of `keys` tokens, prompts coming in chunks of at most `chunk` tokens.
+
+    A window that straddles blocks has one page more than it fills. While a chunk is computed, its own pages stand
+    beside those of the window before it: of the chunk or of its last window, whichever is less, and for one slot at a
+    time; or, `paged_chunk`, of all of a chunk that any number of slots may share.
+    """
+    full = blocks_of(keys)
+    window = min(full, blocks_of(geometry.window_keys) + 1) if geometry.sliding_layers else 0
+    in_flight = min(window, blocks_of(chunk) + 1) if chunk else 0
+    sliding = slots * window + in_flight
+    if paged_chunk and window:
+        sliding = min(slots * full, slots * window + blocks_of(chunk) + slots)  # every slot's piece may straddle a block
+    return {"full": slots * full, "sliding": sliding}
+
+
 class PageTable:
     """Physical page of every block of every batch slot: `table[kind]` is int32 [slots, max_blocks].
 
@@ -160,17 +178,12 @@ class KVCache:
         }
 
     @classmethod
-    def for_contexts(cls, geometry: Geometry, slots: int, keys: int, chunk: int = 0) -> KVCache:
-        """Enough pages for `slots` sequences of `keys` tokens, prompts coming in chunks of at most `chunk` tokens.
-
-        A window that straddles blocks has one page more than it fills. While a chunk is computed, its own pages stand
-        beside those of the window before it: of the chunk or of its last window, whichever is less, and for one slot
-        at a time.
-        """
-        full = blocks_of(keys)
-        window = min(full, blocks_of(geometry.window_keys) + 1) if geometry.sliding_layers else 0
-        in_flight = min(window, blocks_of(chunk) + 1) if chunk else 0
-        return cls(geometry, slots * full, slots * window + in_flight)
+    def for_contexts(
+        cls, geometry: Geometry, slots: int, keys: int, chunk: int = 0, paged_chunk: bool = False
+    ) -> KVCache:
+        """The pages that `pages_for_contexts` counts."""
+        pages = pages_for_contexts(geometry, slots, keys, chunk, paged_chunk)
+        return cls(geometry, pages["full"], pages["sliding"])
 
     def allocator(self, slots: int, max_blocks: int, seed: int | None = None) -> PageAllocator:
         """An allocator of all of these pages."""

@@ -44,6 +44,7 @@ class Launcher:
         def buffer(rows: int, width: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.zeros(rows, width, dtype=kind, device=self.device)
 
+        # columns past a matrix's k, which the packing pads with zeros, are zero too: nothing ever writes there
         self.width = self._shape["qkv"].padded_k
         self._x = buffer(chunk, self.width)
         self._normed = buffer(chunk, self.width)
@@ -54,7 +55,8 @@ class Launcher:
         pairs = chunk * g.top_k if g.sparse_layers else 0
         dense = self._shape["dense_down"].padded_k if g.dense_layers else 0
         expert = self._shape["down"].padded_k if g.sparse_layers else 0
-        self._hidden = torch.zeros(max(chunk * dense, pairs * expert), dtype=dtype, device=self.device)
+        self._dense_hidden = buffer(chunk, dense)
+        self._hidden = buffer(pairs, expert)
         self._ffn = buffer(max(chunk, pairs), g.hidden)
         i32 = torch.int32
         self._route_blocks = triton.cdiv(chunk, tiles.route.m)
@@ -104,11 +106,9 @@ class Launcher:
         self._product("o", layer, self._heads, self._attention)
 
     def dense(self, layer: int) -> None:
-        ffn = self._shape["dense_down"]
-        tile = self.tiles.product(self._tokens, 2 * ffn.padded_k, self._sms)
-        self._up("dense_up", layer, ffn.k, ffn.padded_k, tile, triton.cdiv(self._tokens, tile.m), 0)
-        hidden = self._hidden[: len(self._x) * ffn.padded_k].view(-1, ffn.padded_k)
-        self._product("dense_down", layer, hidden, self._ffn)
+        tile = self.tiles.product(self._tokens, self._shape["dense_up"].rows, self._sms)
+        self._up("dense_up", layer, self._dense_hidden, tile, triton.cdiv(self._tokens, tile.m), 0)
+        self._product("dense_down", layer, self._dense_hidden, self._ffn)
 
     def route(self, layer: int, forced: Tensor | None) -> Tensor:
         """Choose experts and sort the choices by them; the ids int32 [tokens, top_k], by falling logit."""
@@ -131,7 +131,7 @@ class Launcher:
         """Up/gate and down of the sorted rows; `residual` adds a token's rows up."""
         g, ffn = self.geometry, self._shape["down"]
         up, down = self._expert_tiles()
-        self._up("up", layer, ffn.k, ffn.padded_k, up, self._most_tiles(), g.experts)
+        self._up("up", layer, self._hidden, up, self._most_tiles(), g.experts)
         grid = (self._most_tiles() * triton.cdiv(g.hidden, down.n),)
         product_kernel[grid](
             self._hidden, self._matrices["down", layer], self._ffn, self._row_tiles, self._n_tiles, 0,
@@ -181,11 +181,11 @@ class Launcher:
             out.shape[1], 0, 0, columns, x.shape[1], rotated, scale, **self._product_options(tile),
         )  # fmt: skip
 
-    def _up(self, name: str, layer: int, ffn: int, pad: int, tile: ProductTile, tiles_m: int, experts: int) -> None:
+    def _up(self, name: str, layer: int, out: Tensor, tile: ProductTile, tiles_m: int, experts: int) -> None:
         shape = self._shape[name]
-        up_kernel[(tiles_m * triton.cdiv(2 * pad, tile.n),)](
-            self._normed, self._matrices[name, layer], self._hidden, self._row_tiles, self._n_tiles, self._token_of,
-            self._tokens, experts, shape.padded_rows * shape.padded_k, ffn, pad, self.width,
+        up_kernel[(tiles_m * triton.cdiv(shape.rows, tile.n),)](
+            self._normed, self._matrices[name, layer], out, self._row_tiles, self._n_tiles, self._token_of,
+            self._tokens, experts, shape.padded_rows * shape.padded_k, shape.rows // 2, out.shape[1], self.width,
             **self._product_options(tile),
         )  # fmt: skip
 

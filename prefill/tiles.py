@@ -80,18 +80,18 @@ HOPPER = Tiles(
     rows=1,
 )
 
-# The interpreter takes as long for a large block as for a small one; k is padded to 256.
-_BIG = ProductTile(64, 128, 256, warps=1, stages=1)
-_THIN = ProductTile(32, 64, 256, warps=1, stages=1)
+# Under the interpreter a block costs some 10 ms, and a product as much as its multiplications, padding included.
+_PLAIN = ProductTile(64, 128, 256, warps=1, stages=1)
+_THIN = ProductTile(16, 64, 256, warps=1, stages=1)
 INTERPRETED = Tiles(
-    large=_BIG,
+    large=_PLAIN,
     small=_THIN,
-    up=_BIG,
+    up=_PLAIN,
     up_small=_THIN,
-    down=_BIG,
+    down=_PLAIN,
     down_small=_THIN,
-    large_rows=40,
-    attention=AttentionTile(16, 64, warps=1, stages=1),
-    route=_BIG,
+    large_rows=60,
+    attention=AttentionTile(64, 64, warps=1, stages=1),
+    route=_PLAIN,
     rows=64,
 )

@@ -1,15 +1,9 @@
-"""The prefill's Triton kernels. Where there is no CUDA device they run under Triton's interpreter.
+"""The prefill's Triton kernels."""
 
-Triton decides that when a kernel is defined, so the choice is made here, before any of them is.
-"""
-
-import os
-
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+import triton
+from triton.runtime.interpreter import InterpretedFunction
 
 
 def interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    """Whether kernels run under Triton's interpreter: as Triton was set when it was imported."""
+    return isinstance(triton.language.sum, InterpretedFunction)

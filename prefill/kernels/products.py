@@ -97,11 +97,11 @@ def up_kernel(
     STAGES: tl.constexpr,
     FLOAT32: tl.constexpr,
 ):
-    """out [rows, FFN_PAD] = silu(x gate^T) * (x up^T), zero past FFN; x [tokens, K] is read through `token_of`.
+    """out [rows, FFN_PAD] = silu(x gate^T) * (x up^T), nothing past FFN; x [tokens, K] is read through `token_of`.
 
     A tile's columns alternate between gate and up, so that a pair stays in one thread.
     """
-    TILES_N: tl.constexpr = (2 * FFN_PAD + BLOCK_N - 1) // BLOCK_N
+    TILES_N: tl.constexpr = (2 * FFN + BLOCK_N - 1) // BLOCK_N
     tiles_m = tl.load(n_tiles) if EXPERTS else tl.cdiv(rows, BLOCK_M)
     pid = tl.program_id(0)
     if pid >= tiles_m * TILES_N:
@@ -119,10 +119,8 @@ def up_kernel(
     hidden = gate / (1.0 + tl.exp(-gate)) * up
     feature = n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     keep = row[:, None] < end
-    if FFN != FFN_PAD:
-        hidden = tl.where(feature[None, :] < FFN, hidden, 0.0)
-    if 2 * FFN_PAD % BLOCK_N != 0:
-        keep = keep & (feature[None, :] < FFN_PAD)
+    if 2 * FFN % BLOCK_N != 0:
+        keep = keep & (feature[None, :] < FFN)
     out_ptrs = out + row.to(tl.int64)[:, None] * FFN_PAD + feature[None, :]
     tl.store(out_ptrs, hidden.to(out.dtype.element_ty), mask=keep)
 
