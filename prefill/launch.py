@@ -19,7 +19,7 @@ from prefill.kernels.route import route_kernel, sort_kernel
 from prefill.tiles import ProductTile, Tiles
 
 SCRATCH_BYTES = 64 * 2**20  # of a matrix that is unpacked for torch's product
-_COUNT_BLOCKS = 64  # blocks of counts that the sort reads at a time
+_COUNT_BLOCKS = 32  # blocks of counts that the sort reads at a time
 
 
 class Launcher:
@@ -30,9 +30,6 @@ class Launcher:
         self.tiles, self.products = tiles, products
         self.device = weights.slots.device
         self._float32 = dtype == torch.float32 or self.device.type == "cpu"
-        self._sms = 1
-        if self.device.type == "cuda":
-            self._sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._matrices = {
             key: weights.slots[entry.first_slot : entry.first_slot + entry.slots].view(-1)
             for key, entry in weights.layout.entries().items()
@@ -106,7 +103,7 @@ class Launcher:
         self._product("o", layer, self._heads, self._attention)
 
     def dense(self, layer: int) -> None:
-        tile = self.tiles.product(self._tokens, self._shape["dense_up"].rows, self._sms)
+        tile = self.tiles.product(self._tokens, self._shape["dense_up"].rows)
         self._up("dense_up", layer, self._dense_hidden, tile, triton.cdiv(self._tokens, tile.m), 0)
         self._product("dense_down", layer, self._dense_hidden, self._ffn)
 
@@ -123,7 +120,7 @@ class Launcher:
         sort_kernel[(blocks,)](
             self._ids, self._weights, self._counts, self._token_of, self._slot_of, self._weight_of,
             self._row_tiles, self._n_tiles, n, blocks, self._most_tiles(),
-            self._lanes, g.top_k, tile.m, _COUNT_BLOCKS, 64, self._expert_tiles()[0].m, num_warps=4,
+            self._lanes, g.top_k, tile.m, _COUNT_BLOCKS, 32, self._expert_tiles()[0].m, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
         return self._ids[:n]
 
@@ -164,7 +161,8 @@ class Launcher:
         if self.products == "torch" and shape.rows * shape.padded_k <= self._scratch.numel():
             scratch = self._scratch[: shape.rows * shape.padded_k].view(shape.rows, shape.padded_k)
             unpack_kernel[(triton.cdiv(shape.rows, 16), shape.padded_k // 256)](
-                self._matrices[name, layer], scratch, shape.rows, shape.padded_k, rotated, 16, 256
+                self._matrices[name, layer], scratch, shape.rows, shape.padded_k, rotated, 16, 256,
+                enable_fp_fusion=False,
             )
             torch.matmul(x[:n], scratch.T, out=out[:n])
         else:
@@ -174,7 +172,7 @@ class Launcher:
         self, name: str, layer: int | None, x: Tensor, out: Tensor, rows: int, columns: int, rotated: int = 0,
         scale: float = 1.0,
     ) -> None:  # fmt: skip
-        tile = self.tiles.product(rows, columns, self._sms)
+        tile = self.tiles.product(rows, columns)
         grid = (triton.cdiv(rows, tile.m) * triton.cdiv(columns, tile.n),)
         product_kernel[grid](
             x, self._matrices[name, layer], out, self._row_tiles, self._n_tiles, rows,

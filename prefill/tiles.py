@@ -40,7 +40,7 @@ class AttentionTile:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Products have two sizes: `large` where that makes a tile for every SM, else `small`.
+    """Products have two sizes: `large` where that makes a tile for every one of `sms` SMs, else `small`.
 
     For experts the row count of the average expert decides, `large_rows` being the least for large tiles.
     """
@@ -55,10 +55,11 @@ class Tiles:
     attention: AttentionTile
     route: ProductTile  # m tokens a block; n is ignored
     rows: int  # whole rows of the residual a program
+    sms: int
 
-    def product(self, rows: int, columns: int, sms: int) -> ProductTile:
+    def product(self, rows: int, columns: int) -> ProductTile:
         tiles = -(-rows // self.large.m) * -(-columns // self.large.n)
-        return self.large if tiles >= sms else self.small
+        return self.large if tiles >= self.sms else self.small
 
     def experts(self, rows: int, experts: int) -> tuple[ProductTile, ProductTile]:
         """(up, down) for `rows` sorted rows; both have the same m."""
@@ -76,8 +77,9 @@ HOPPER = Tiles(
     down_small=ProductTile(64, 128, 64, warps=4, stages=4),
     large_rows=96,
     attention=AttentionTile(16, 64, warps=8, stages=3),
-    route=ProductTile(64, 128, 64, warps=4, stages=4),
+    route=ProductTile(64, 128, 64, warps=8, stages=4),
     rows=1,
+    sms=132,
 )
 
 # Under the interpreter a block costs some 10 ms, and a product as much as its multiplications, padding included.
@@ -94,4 +96,5 @@ INTERPRETED = Tiles(
     attention=AttentionTile(64, 64, warps=1, stages=1),
     route=_PLAIN,
     rows=64,
+    sms=4,
 )

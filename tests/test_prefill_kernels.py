@@ -32,6 +32,7 @@ SMALL = Tiles(
     attention=AttentionTile(16, 128, 1, 1),
     route=ProductTile(16, 128, 128, 1, 1),
     rows=16,
+    sms=4,
 )
 
 

@@ -73,6 +73,28 @@ def route_kernel(
 
 
 @triton.jit
+def _list_tiles(
+    tiles, n_tiles, total, start, most_tiles, LANES: tl.constexpr, ENTRIES: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """This program's share of the row tiles of experts with `total` rows from `start` on, each [LANES]."""
+    expert = tl.arange(0, LANES)
+    count = (total + BLOCK_M - 1) // BLOCK_M
+    tile_end = tl.cumsum(count, 0)
+    if tl.program_id(0) == 0:
+        tl.store(n_tiles, tl.sum(count, 0))
+    for first in tl.range(tl.program_id(0) * ENTRIES, most_tiles, tl.num_programs(0) * ENTRIES):
+        entry = first + tl.arange(0, ENTRIES)
+        owner = tl.sum((tile_end[None, :] <= entry[:, None]).to(tl.int32), 1)  # LANES past the last tile
+        here = expert[None, :] == owner[:, None]
+        row = tl.sum(tl.where(here, (start - (tile_end - count) * BLOCK_M)[None, :], 0), 1) + entry * BLOCK_M
+        end = tl.sum(tl.where(here, (start + total)[None, :], 0), 1)
+        at = tiles + entry * 4
+        tl.store(at, owner, mask=owner < LANES)
+        tl.store(at + 1, row, mask=owner < LANES)
+        tl.store(at + 2, tl.minimum(end, row + BLOCK_M), mask=owner < LANES)
+
+
+@triton.jit
 def sort_kernel(
     ids,
     weights,
@@ -115,29 +137,13 @@ def sort_kernel(
     for i in tl.static_range(TOP_K):
         best = tl.load(ids + token * TOP_K + i, mask=exists, other=-1)
         chosen = tl.where(expert[None, :] == best[:, None], 1, chosen)
-    row = (start + before)[None, :] + tl.cumsum(chosen, 0) - chosen
-    rank = tl.cumsum(chosen, 1) - chosen
+    # where a pair goes: its sorted row, and below that its rank among its token's experts
+    place = ((start + before)[None, :] + tl.cumsum(chosen, 0) - chosen) * 16 + tl.cumsum(chosen, 1) - chosen
     for i in tl.static_range(TOP_K):
         best = tl.load(ids + token * TOP_K + i, mask=exists, other=-1)
-        here = expert[None, :] == best[:, None]
-        slot = tl.sum(tl.where(here, row, 0), 1)
-        place = token * TOP_K + tl.sum(tl.where(here, rank, 0), 1)
-        tl.store(token_of + slot, token, mask=exists)
-        tl.store(slot_of + place, slot, mask=exists)
-        tl.store(weight_of + place, tl.load(weights + token * TOP_K + i, mask=exists, other=0.0), mask=exists)
-
-    tile_count = (total + BLOCK_M - 1) // BLOCK_M
-    tile_end = tl.cumsum(tile_count, 0)
-    if block == 0:
-        tl.store(n_tiles, tl.sum(tile_count, 0))
-    for first in tl.range(block * ENTRIES, most_tiles, tl.num_programs(0) * ENTRIES):
-        entry = first + tl.arange(0, ENTRIES)
-        owner = tl.sum((tile_end[None, :] <= entry[:, None]).to(tl.int32), 1)
-        here = expert[None, :] == owner[:, None]
-        row0 = tl.sum(tl.where(here, (start - (tile_end - tile_count) * BLOCK_M)[None, :], 0), 1) + entry * BLOCK_M
-        end = tl.sum(tl.where(here, (start + total)[None, :], 0), 1)
-        exist = owner < LANES
-        at = tiles + entry * 4
-        tl.store(at, owner, mask=exist)
-        tl.store(at + 1, row0, mask=exist)
-        tl.store(at + 2, tl.minimum(end, row0 + BLOCK_M), mask=exist)
+        found = tl.sum(tl.where(expert[None, :] == best[:, None], place, 0), 1)
+        at = token * TOP_K + found % 16
+        tl.store(token_of + found // 16, token, mask=exists)
+        tl.store(slot_of + at, found // 16, mask=exists)
+        tl.store(weight_of + at, tl.load(weights + token * TOP_K + i, mask=exists, other=0.0), mask=exists)
+    _list_tiles(tiles, n_tiles, total, start, most_tiles, LANES, ENTRIES, BLOCK_M)
