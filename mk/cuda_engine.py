@@ -66,7 +66,7 @@ class CudaEngine:
         products: str | None = None,
         device: str = "cuda",
     ) -> None:
-        """weights: on the CPU, where PyTorch's prefill reads them; the device gets its own copy. seed: orders the pages.
+        """weights: on the CPU, where PyTorch's prefill reads them; the device gets its own copy. seed: orders pages.
 
         products: packed or torch, of the prefill in Triton; None = the one in PyTorch. Raises MkError for a device, a
         library or a plan that does not fit.

@@ -83,7 +83,7 @@ class MachineEngine:
         router: Router | None = None,
         prefill: str = "torch",
     ) -> None:
-        """`seed` orders both the interleaving of the SMs and the pages that are handed out. prefill: torch or triton."""
+        """`seed` orders both the interleaving of the SMs and the pages handed out. prefill: torch, triton."""
         self.geometry = g = weights.geometry
         self.rows, self.context = rows, context
         self.kv = KVCache.for_contexts(g, rows, context, chunk, paged_chunk=prefill == "triton")

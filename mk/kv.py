@@ -51,7 +51,8 @@ def pages_for_contexts(
     in_flight = min(window, blocks_of(chunk) + 1) if chunk else 0
     sliding = slots * window + in_flight
     if paged_chunk and window:
-        sliding = min(slots * full, slots * window + blocks_of(chunk) + slots)  # every slot's piece may straddle a block
+        straddled = slots  # the piece of every slot may begin and end inside a block
+        sliding = min(slots * full, slots * window + blocks_of(chunk) + straddled)
     return {"full": slots * full, "sliding": sliding}
 
 

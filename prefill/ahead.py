@@ -1,6 +1,6 @@
 """Every launch of a prefill compiled for Hopper, on a machine without one: registers, spills, what the loops became.
 
-    TRITON_INTERPRET=0 python -m prefill.ahead     # the full model, with the tiles it is run with on an H200
+TRITON_INTERPRET=0 python -m prefill.ahead     # the full model, with the tiles it is run with on an H200
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def compile_prefill(
 
     def take(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         source, options = _source(kernel, args, kwargs)
-        found.setdefault(f"{kernel.__name__} {source.signature} {source.constants} {options}", (kernel, source, options))
+        found.setdefault(
+            f"{kernel.__name__} {source.signature} {source.constants} {options}", (kernel, source, options)
+        )
 
     prefill = TritonPrefill(PackedWeights(slots, norms, layout, geometry), pools, tokens, chunk, products, tiles)
     with recorded(take):

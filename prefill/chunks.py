@@ -54,7 +54,7 @@ def cut(prompts: Sequence[Prompt], chunk: int) -> Iterator[list[Piece]]:
 
 
 def token_tiles(pieces: Sequence[Piece], tokens: int) -> Ints:
-    """int32 [tiles, 4]: (row in the chunk, tokens, slot, first position), cut where positions are multiples of `tokens`.
+    """int32 [tiles, 4]: (row in the chunk, tokens, slot, first position), cut at positions that `tokens` divides.
 
     So a tile lies in one page, and in one key block of attention. The tiles that see the most keys come first: what is
     left to the end is short.

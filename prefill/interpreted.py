@@ -1,4 +1,4 @@
-"""Triton's prefill on a CPU: it fills pools in the layout that a GPU reads, and the pages go on to the interpreter's."""
+"""Triton's prefill on a CPU: it fills pools laid out as a GPU reads them, then the interpreter's pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prefill.triton_prefill import TritonPrefill
 
 
 class InterpretedPrefill:
-    """Prefills sequences into one KV cache; the interpreter of Triton's kernels is slow, so a prompt should be short."""
+    """Prefills sequences into one KV cache. Triton's interpreter is slow, so a prompt should be short."""
 
     def __init__(
         self, weights: PackedWeights, kv: KVCache, positions: int, numerics: str = "float32", chunk: int = 512
@@ -36,7 +36,9 @@ class InterpretedPrefill:
         dtype = torch.bfloat16 if numerics == "kernel" else torch.float32
         heads = kv.geometry.kv_heads
         pools = {
-            kind: torch.full((kv.pages[kind], len(kv_layers(kv.geometry, kind)), heads, 2, KV_BLOCK), torch.nan).to(dtype)
+            kind: torch.full((kv.pages[kind], len(kv_layers(kv.geometry, kind)), heads, 2, KV_BLOCK), torch.nan).to(
+                dtype
+            )
             for kind in KINDS
         }
         self._prefill = TritonPrefill(weights, pools, positions, min(chunk, positions))

@@ -9,7 +9,6 @@ import triton
 from torch import Tensor
 
 from mk.kv import kv_layers
-from mk.model.geometry import HEAD_DIM
 from mk.model.packing import PackedWeights
 from prefill.kernels.attention import attention_kernel
 from prefill.kernels.products import product_kernel, unpack_kernel, up_kernel
@@ -18,6 +17,7 @@ from prefill.kernels.rope import append_kernel
 from prefill.kernels.route import route_kernel, sort_kernel
 from prefill.tiles import ProductTile, Tiles
 
+Rope = tuple[Tensor, Tensor]  # cos, sin [positions, 64]
 SCRATCH_BYTES = 64 * 2**20  # of a matrix that is unpacked for torch's product
 _COUNT_BLOCKS = 32  # blocks of counts that the sort reads at a time
 
@@ -81,22 +81,25 @@ class Launcher:
         g = self.geometry
         self._product("qkv", layer, self._normed, self._qkv, rotated=g.q_width + g.kv_width)
 
-    def attention(
-        self, layer: int, rope: tuple[Tensor, Tensor], pool: Tensor, table: Tensor, tiles: Tensor, index: int
-    ) -> None:
-        """New keys and values to their pages, then attention. index: of the layer among its kind."""
-        g, tile = self.geometry, self.tiles.attention
-        sliding = g.layer_kinds[layer] == "sliding"
-        common = (g.rope[layer], g.window_keys if sliding else 0, len(kv_layers(g, g.layer_kinds[layer])), g.kv_heads)
-        grid = (len(tiles), g.kv_heads)
-        append_kernel[grid](
-            self._qkv, *rope, pool, table, tiles, index, table.shape[1],
-            common[0], common[2], g.kv_heads, g.q_width, g.qkv_rows, tile.tokens, num_warps=4, enable_fp_fusion=False,
+    def append(self, layer: int, rope: Rope, pool: Tensor, table: Tensor, tiles: Tensor) -> None:
+        """The new keys and values to their pages."""
+        g = self.geometry
+        same = kv_layers(g, g.layer_kinds[layer])
+        append_kernel[(len(tiles), g.kv_heads)](
+            self._qkv, *rope, pool, table, tiles, same.index(layer), table.shape[1],
+            g.rope[layer], len(same), g.kv_heads, g.q_width, g.qkv_rows, self.tiles.attention.tokens,
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-        attention_kernel[grid](
-            self._qkv, self._heads, *rope, pool, table, tiles, index, table.shape[1],
-            *common, g.group, triton.next_power_of_2(g.group), g.qkv_rows, self._heads.shape[1],
-            tile.tokens, tile.keys, tile.stages, self._float32, num_warps=tile.warps, enable_fp_fusion=False,
+
+    def attention(self, layer: int, rope: Rope, pool: Tensor, table: Tensor, tiles: Tensor) -> None:
+        """Of all tokens, whose keys and values are in their pages."""
+        g, tile = self.geometry, self.tiles.attention
+        same, window = kv_layers(g, g.layer_kinds[layer]), g.window_keys if g.layer_kinds[layer] == "sliding" else 0
+        attention_kernel[(len(tiles), g.kv_heads)](
+            self._qkv, self._heads, *rope, pool, table, tiles, same.index(layer), table.shape[1],
+            g.rope[layer], window, len(same), g.kv_heads, g.group, triton.next_power_of_2(g.group), g.qkv_rows,
+            self._heads.shape[1], tile.tokens, tile.keys, tile.stages, self._float32,
+            num_warps=tile.warps, enable_fp_fusion=False,
         )  # fmt: skip
 
     def o(self, layer: int) -> None:
@@ -120,20 +123,22 @@ class Launcher:
         sort_kernel[(blocks,)](
             self._ids, self._weights, self._counts, self._token_of, self._slot_of, self._weight_of,
             self._row_tiles, self._n_tiles, n, blocks, self._most_tiles(),
-            self._lanes, g.top_k, tile.m, _COUNT_BLOCKS, 32, self._expert_tiles()[0].m, num_warps=8, enable_fp_fusion=False,
+            self._lanes, g.top_k, tile.m, _COUNT_BLOCKS, 32, self._expert_tiles()[0].m, num_warps=8,
+            enable_fp_fusion=False,
         )  # fmt: skip
         return self._ids[:n]
 
-    def experts(self, layer: int) -> None:
-        """Up/gate and down of the sorted rows; `residual` adds a token's rows up."""
-        g, ffn = self.geometry, self._shape["down"]
-        up, down = self._expert_tiles()
-        self._up("up", layer, self._hidden, up, self._most_tiles(), g.experts)
-        grid = (self._most_tiles() * triton.cdiv(g.hidden, down.n),)
-        product_kernel[grid](
+    def up(self, layer: int) -> None:
+        """Up/gate of the sorted rows."""
+        self._up("up", layer, self._hidden, self._expert_tiles()[0], self._most_tiles(), self.geometry.experts)
+
+    def down(self, layer: int) -> None:
+        """Down of the sorted rows; `residual` adds a token's rows up."""
+        g, shape, tile = self.geometry, self._shape["down"], self._expert_tiles()[1]
+        product_kernel[(self._most_tiles() * triton.cdiv(g.hidden, tile.n),)](
             self._hidden, self._matrices["down", layer], self._ffn, self._row_tiles, self._n_tiles, 0,
-            g.hidden, g.experts, ffn.padded_rows * ffn.padded_k, g.hidden, ffn.padded_k, 0, 1.0,
-            **self._product_options(down),
+            g.hidden, g.experts, shape.padded_rows * shape.padded_k, g.hidden, shape.padded_k, 0, 1.0,
+            **self._product_options(tile),
         )  # fmt: skip
 
     def residual(self, layer: int) -> None:
@@ -156,12 +161,18 @@ class Launcher:
     # ---- products ----
 
     def _product(self, name: str, layer: int, x: Tensor, out: Tensor, rotated: int = 0) -> None:
-        """out [chunk, rows] = x times the matrix; torch's product is used where it is wanted and the scratch suffices."""
+        """out [chunk, rows] = x times the matrix; torch's product where it is wanted and the scratch suffices."""
         shape, n = self._shape[name], self._tokens
         if self.products == "torch" and shape.rows * shape.padded_k <= self._scratch.numel():
             scratch = self._scratch[: shape.rows * shape.padded_k].view(shape.rows, shape.padded_k)
             unpack_kernel[(triton.cdiv(shape.rows, 16), shape.padded_k // 256)](
-                self._matrices[name, layer], scratch, shape.rows, shape.padded_k, rotated, 16, 256,
+                self._matrices[name, layer],
+                scratch,
+                shape.rows,
+                shape.padded_k,
+                rotated,
+                16,
+                256,
                 enable_fp_fusion=False,
             )
             torch.matmul(x[:n], scratch.T, out=out[:n])

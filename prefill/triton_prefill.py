@@ -1,8 +1,8 @@
 """Prefill in Triton: prompts into the paged KV pools that the decode kernel reads, and the logits of their last tokens.
 
-Prompts are packed into chunks; a chunk goes through all layers, seven launches each. Every kernel computes a token by
-itself, in an order that its own position gives, so its bits do not depend on chunks, on other prompts, or on pages. The
-option products=torch gives that up.
+Prompts are packed into chunks; a chunk goes through all layers, some nine launches each. Every kernel computes a token
+by itself, in an order that its own position gives, so its bits do not depend on chunks, on other prompts, or on pages.
+The option products=torch gives that up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mk.errors import MkError
-from mk.kv import KINDS, PAGE, PageAllocator, kv_layers
+from mk.kv import KINDS, PageAllocator, kv_layers
 from mk.model.geometry import Geometry
 from mk.model.packing import PackedWeights
 from mk.model.reference import rope_table
@@ -58,9 +58,9 @@ class TritonPrefill:
         self.device, self.chunk, self.positions = weights.slots.device, chunk, positions
         self._dtype = next(iter(self.pools.values())).dtype
         chosen = tiles or (INTERPRETED if interpreted() else HOPPER)
-        self._launch = Launcher(weights, chunk, self._dtype, chosen, products)
+        self.launch = Launcher(weights, chunk, self._dtype, chosen, products)
         cos, sin = (t.to(self._dtype).to(self.device) for t in rope_table(self.geometry, torch.arange(positions)))
-        self._rope = (cos.contiguous(), sin.contiguous())
+        self.rope = (cos.contiguous(), sin.contiguous())
 
     def run(self, pages: PageAllocator, slot: int, tokens: Sequence[int], start: int = 0) -> np.ndarray:
         """One prompt; float32 [vocab], the logits after its last token."""
@@ -119,17 +119,19 @@ class TritonPrefill:
         logits: Tensor,
     ) -> None:
         """All layers over one chunk, whose pages are there."""
-        g, launch = self.geometry, self._launch
-        parts = [prompts[p.prompt].tokens[p.lo - prompts[p.prompt].start : p.hi - prompts[p.prompt].start] for p in pieces]
+        g, launch = self.geometry, self.launch
+        parts = [
+            prompts[p.prompt].tokens[p.lo - prompts[p.prompt].start : p.hi - prompts[p.prompt].start] for p in pieces
+        ]
         ids = self._put(np.concatenate([np.asarray(part, np.int32) for part in parts]))
         tiles = self._put(token_tiles(pieces, launch.tiles.attention.tokens))
         tables = {kind: self._put(pages.table[kind].astype(np.int16)) for kind in self.pools}
         launch.embed(ids)
         for layer in range(g.layers):
             kind = g.layer_kinds[layer]
-            index = kv_layers(g, kind).index(layer)
             launch.qkv(layer)
-            launch.attention(layer, self._rope, self.pools[kind], tables[kind], tiles, index)
+            launch.append(layer, self.rope, self.pools[kind], tables[kind], tiles)
+            launch.attention(layer, self.rope, self.pools[kind], tables[kind], tiles)
             launch.o(layer)
             if g.mlp_kinds[layer] == "dense":
                 launch.dense(layer)
@@ -137,7 +139,8 @@ class TritonPrefill:
                 chosen = launch.route(layer, None if forced is None else forced[layer])
                 if taken is not None:
                     taken[layer] = chosen
-                launch.experts(layer)
+                launch.up(layer)
+                launch.down(layer)
             launch.residual(layer)
         ends = np.cumsum([piece.hi - piece.lo for piece in pieces]) - 1
         closing = [i for i, piece in enumerate(pieces) if piece.last]

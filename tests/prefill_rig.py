@@ -16,7 +16,9 @@ from prefill.tiles import Tiles
 from prefill.triton_prefill import TritonPrefill
 
 
-def make_pools(geometry: Geometry, pages: Mapping[str, int], dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
+def make_pools(
+    geometry: Geometry, pages: Mapping[str, int], dtype: torch.dtype, device: str = "cpu"
+) -> dict[str, Tensor]:
     """Pages full of NaN."""
     return {
         kind: torch.full(
@@ -45,7 +47,7 @@ class Rig:
         tiles: Tiles | None = None,
     ) -> None:
         self.geometry = weights.geometry
-        counts = {kind: pages for kind in KINDS} if isinstance(pages, int) else pages
+        counts = dict.fromkeys(KINDS, pages) if isinstance(pages, int) else pages
         self.pools = make_pools(self.geometry, counts, dtype, str(weights.slots.device))
         self.pages = PageAllocator(self.geometry, counts, slots, blocks_of(positions), page_seed)
         self.prefill = TritonPrefill(weights, self.pools, positions, chunk, products, tiles)
@@ -62,6 +64,9 @@ class Rig:
             packed = self.pools[kind][torch.from_numpy(table).long(), index].transpose(0, 1)  # [heads, pages, 2, block]
             rows = slice(lo - first * PAGE, keys - first * PAGE)
             found.append(
-                (unpack_keys(packed[:, :, 0]).flatten(1, 2)[:, rows], unpack_values(packed[:, :, 1]).flatten(1, 2)[:, rows])
+                (
+                    unpack_keys(packed[:, :, 0]).flatten(1, 2)[:, rows],
+                    unpack_values(packed[:, :, 1]).flatten(1, 2)[:, rows],
+                )
             )
         return found

@@ -1,4 +1,4 @@
-"""Every launch of the full model's prefill compiled for sm_90, on any machine: no spills, asynchronous copies, wgmma."""
+"""Every launch of the full model's prefill compiled for sm_90: no spills, asynchronous copies, wgmma."""
 
 from __future__ import annotations
 

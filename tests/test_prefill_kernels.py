@@ -12,7 +12,6 @@ from mk.model.packing import pack_matrix
 from mk.model.reference import rms_norm, rope_table, rotate, top_k
 from mk.runtime import pack_keys, pack_values
 from prefill.chunks import Piece, token_tiles
-from prefill.kernels.rope import append_kernel
 from prefill.launch import Launcher
 from prefill.tiles import INTERPRETED, AttentionTile, ProductTile, Tiles
 from tests.interpreter_rig import GEOMETRY, weights
@@ -158,7 +157,8 @@ def test_experts_are_chosen_sorted_and_multiplied(tiles: Tiles, tokens: int) -> 
     made = launcher(tiles, tokens)
     logits, ids = routed(made)
     assert torch.equal(ids, top_k(logits, G.top_k))
-    made.experts(SPARSE)
+    made.up(SPARSE)
+    made.down(SPARSE)
     for i, token in enumerate(made._token_of[: tokens * G.top_k].tolist()):
         expert = int((made._slot_of[token] == i).nonzero())
         chosen = int(ids[token].sort().values[expert])
@@ -235,13 +235,15 @@ def test_attention_over_pages_some_of_them_released(layer: int, tiles: Tiles) ->
         lo, hi = block * 64, min(cached, block * 64 + 64)
         page = torch.full((2, G.kv_heads, 64, G.head_dim), torch.nan)
         page[:, :, : hi - lo] = torch.stack([k[:, lo:hi], v[:, lo:hi]])
-        pool[table[0, block], index, :, 0], pool[table[0, block], index, :, 1] = pack_keys(page[0]), pack_values(page[1])
+        pool[table[0, block], index, :, 0] = pack_keys(page[0])
+        pool[table[0, block], index, :, 1] = pack_values(page[1])
     if kind == "sliding":  # the token at 150 sees keys 87 ..
         pool[table[0, 0]] = torch.nan
         table[0, 0] = -1
     rope = tuple(t.contiguous() for t in rope_table(G, torch.arange(256)))
     chunk = torch.from_numpy(token_tiles(pieces, tiles.attention.tokens))
-    made.attention(layer, rope, pool, table, chunk, index)
+    made.append(layer, rope, pool, table, chunk)
+    made.attention(layer, rope, pool, table, chunk)
     near(made._heads[:TOKENS, : G.q_width], torch.cat([new.attend(layer), old.attend(layer)[cached:]]))
     assert made._heads[TOKENS:, : G.q_width].isnan().all()
     written = ~pool.isnan().flatten(3)
@@ -254,9 +256,6 @@ def test_a_token_without_a_page_is_dropped() -> None:
     made._qkv[:5] = Sequence(5, seed=1).qkv
     pool = make_pools(G, dict.fromkeys(KINDS, 2), torch.float32)["sliding"]
     tiles = torch.from_numpy(token_tiles([Piece(0, 0, 64, 69, True)], 64))
-    cos, sin = (t.contiguous() for t in rope_table(G, torch.arange(128)))
-    append_kernel[(1, G.kv_heads)](
-        made._qkv, cos, sin, pool, torch.tensor([[1, -1]]).short(), tiles, 0, 2,
-        True, pool.shape[1], G.kv_heads, G.q_width, G.qkv_rows, 64,
-    )  # fmt: skip
+    rope = tuple(t.contiguous() for t in rope_table(G, torch.arange(128)))
+    made.append(1, rope, pool, torch.tensor([[1, -1]]).short(), tiles)
     assert pool.isnan().all()

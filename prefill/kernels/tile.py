@@ -1,8 +1,8 @@
 """What the matrix kernels share: addresses inside the weight packing, and the product of one tile.
 
-A tile multiplies rows of activations [rows, k] with rows of a packed matrix `[rows/16, k/32, 16, 32]`. In the packing 32
-neighbouring k of a row lie together (64 bytes), so loads are 16-byte copies whichever rows a tile asks for, in whatever
-order: undoing the packing's row orders is free.
+A tile multiplies rows of activations [rows, k] with rows of a packed matrix `[rows/16, k/32, 16, 32]`. In the packing
+32 neighbouring k of a row lie together (64 bytes), so loads are 16-byte copies whichever rows a tile asks for, in
+whatever order: undoing the packing's row orders is free.
 
 An output element is a sum over k in rising steps of 16 in float32, whatever the tile's size and whichever row of the
 tile it is: that, and the same for every other kernel here, makes a token's bits independent of what it is packed with.
