@@ -86,6 +86,7 @@ class CudaEngine:
         else:
             pools = {kind: self.runtime[f"pool_{kind}"] for kind in KINDS}
             self._prefill = TritonPrefill(copy, pools, context, min(chunk, context), products)
+            self.runtime.stream.wait_stream(torch.cuda.current_stream())  # which clears its buffers
         self._sampled = [0] * rows
 
     def prefill(self, row: int, tokens: Sequence[int]) -> npt.NDArray[np.float32]:

@@ -85,7 +85,7 @@ class Launcher:
         """The new keys and values to their pages."""
         g = self.geometry
         same = kv_layers(g, g.layer_kinds[layer])
-        append_kernel[(len(tiles), g.kv_heads)](
+        append_kernel[(g.kv_heads, len(tiles))](
             self._qkv, *rope, pool, table, tiles, same.index(layer), table.shape[1],
             g.rope[layer], len(same), g.kv_heads, g.q_width, g.qkv_rows, self.tiles.attention.tokens,
             num_warps=4, enable_fp_fusion=False,
@@ -95,7 +95,7 @@ class Launcher:
         """Of all tokens, whose keys and values are in their pages."""
         g, tile = self.geometry, self.tiles.attention
         same, window = kv_layers(g, g.layer_kinds[layer]), g.window_keys if g.layer_kinds[layer] == "sliding" else 0
-        attention_kernel[(len(tiles), g.kv_heads)](
+        attention_kernel[(g.kv_heads, len(tiles))](
             self._qkv, self._heads, *rope, pool, table, tiles, same.index(layer), table.shape[1],
             g.rope[layer], window, len(same), g.kv_heads, g.group, triton.next_power_of_2(g.group), g.qkv_rows,
             self._heads.shape[1], tile.tokens, tile.keys, tile.stages, self._float32,

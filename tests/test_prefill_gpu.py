@@ -252,6 +252,7 @@ def test_the_decode_kernel_goes_on_where_prefill_stops(nano: Subject) -> None:
     rig.prefill.pools = {kind: runtime[f"pool_{kind}"] for kind in KINDS if kv_layers(g, kind)}
     orders = Plan(runtime.facts.sms, LAYER_WAVES, "row_owner", splits=splits)
     program = Programs(g, 1, orders).get(512)
+    torch.cuda.synchronize()
     for length in (1, 5, 63, 64, 255, 256, 300):
         pages = PageAllocator(g, counts, 1, blocks_of(nano.length), seed=length)
         with torch.cuda.stream(runtime.stream):

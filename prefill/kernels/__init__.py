@@ -1,4 +1,7 @@
-"""The prefill's Triton kernels."""
+"""The prefill's Triton kernels.
+
+Numbers that change from call to call are not specialized: a kernel that is compiled for a new one takes seconds.
+"""
 
 import triton
 from triton.runtime.interpreter import InterpretedFunction

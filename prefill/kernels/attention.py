@@ -99,7 +99,7 @@ def _blocks(
     return acc, total, most
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer", "table_stride"])
 def attention_kernel(
     qkv,
     out,
@@ -129,8 +129,8 @@ def attention_kernel(
     in their pages. table int16 [slots, table_stride]. layer: index among the LAYERS of the kind. WINDOW: keys a row
     sees with its own, 0 = all. GROUP: query heads a KV head, GROUP_PAD: that as a power of two.
     """
-    tile = tiles + tl.program_id(0) * 4
-    head = tl.program_id(1)
+    head = tl.program_id(0)
+    tile = tiles + tl.program_id(1) * 4
     row0, count, slot, start = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     lane = tl.arange(0, TOKENS * GROUP_PAD)
     token = lane // GROUP_PAD

@@ -27,7 +27,7 @@ def _row_tile(m, tiles, rows, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
     return expert, first + tl.arange(0, BLOCK_M), end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def product_kernel(
     x,
     w,
@@ -76,7 +76,7 @@ def product_kernel(
     tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def up_kernel(
     x,
     w,

@@ -19,7 +19,7 @@ def _store_normed(x, norm, out, at, column, keep, HIDDEN: tl.constexpr, EPS: tl.
     tl.store(out + at, (x * rstd[:, None] * weight[None, :]).to(out.dtype.element_ty), mask=keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def embed_kernel(
     ids,
     head,
@@ -45,7 +45,7 @@ def embed_kernel(
     _store_normed(value, norm, normed, at, column, keep, HIDDEN, EPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def residual_kernel(
     x,
     attention,

@@ -22,7 +22,7 @@ def rotate(x, cos, sin, position, keep, ROWS: tl.constexpr):
     return tl.reshape(turned, [ROWS, DIM]).to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer", "table_stride"])
 def append_kernel(
     qkv,
     cos,
@@ -43,8 +43,8 @@ def append_kernel(
 
     tiles and table as attention's. Tokens whose block has no page are dropped.
     """
-    tile = tiles + tl.program_id(0) * 4
-    head = tl.program_id(1)
+    head = tl.program_id(0)
+    tile = tiles + tl.program_id(1) * 4
     row0, count, slot, start = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     page = tl.load(table + slot * table_stride + start // PAGE).to(tl.int32)
     if page < 0:

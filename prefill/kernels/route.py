@@ -22,7 +22,7 @@ def _ordered(logit):
     return tl.where(logit == logit, key, _TAKEN + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def route_kernel(
     normed,
     w,
@@ -94,7 +94,7 @@ def _list_tiles(
         tl.store(at + 2, tl.minimum(end, row + BLOCK_M), mask=owner < LANES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "blocks", "most_tiles"])
 def sort_kernel(
     ids,
     weights,
