@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ProductTile:
-    """A tile of m x n outputs, k multiplied at a time; `group` row tiles go over all columns together."""
+    """A tile of m x n outputs, k multiplied at a time; `group` row tiles go over all columns together.
+
+    tail: height of a tile that has no more rows than that, 0 = m.
+    """
 
     m: int
     n: int
@@ -15,6 +18,7 @@ class ProductTile:
     warps: int
     stages: int
     group: int = 8
+    tail: int = 0
 
     def launch(self) -> dict[str, int]:
         """Keyword arguments of a kernel that multiplies such tiles."""
@@ -23,6 +27,7 @@ class ProductTile:
             "BLOCK_N": self.n,
             "BLOCK_K": self.k,
             "GROUP_M": self.group,
+            "TAIL": self.tail,
             "STAGES": self.stages,
             "num_warps": self.warps,
         }
@@ -71,9 +76,9 @@ class Tiles:
 HOPPER = Tiles(
     large=ProductTile(128, 256, 64, warps=8, stages=4),
     small=ProductTile(64, 64, 128, warps=4, stages=4),
-    up=ProductTile(128, 256, 64, warps=8, stages=4),
+    up=ProductTile(128, 256, 64, warps=8, stages=4, tail=64),
     up_small=ProductTile(64, 128, 64, warps=4, stages=4),
-    down=ProductTile(128, 256, 64, warps=8, stages=4),
+    down=ProductTile(128, 256, 64, warps=8, stages=4, tail=64),
     down_small=ProductTile(64, 128, 64, warps=4, stages=4),
     large_rows=96,
     attention=AttentionTile(16, 64, warps=8, stages=3),

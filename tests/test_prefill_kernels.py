@@ -23,9 +23,9 @@ TOKENS = 70  # more than a block of every kernel
 SMALL = Tiles(
     large=ProductTile(32, 64, 64, 1, 1, group=2),
     small=ProductTile(16, 32, 256, 1, 1),
-    up=ProductTile(32, 64, 128, 1, 1),
+    up=ProductTile(32, 64, 128, 1, 1, tail=16),
     up_small=ProductTile(16, 32, 256, 1, 1),
-    down=ProductTile(32, 64, 128, 1, 1),
+    down=ProductTile(32, 64, 128, 1, 1, tail=16),
     down_small=ProductTile(16, 64, 256, 1, 1),
     large_rows=20,
     attention=AttentionTile(16, 128, 1, 1),
