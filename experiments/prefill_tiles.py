@@ -28,15 +28,23 @@ from prefill.tiles import HOPPER, AttentionTile, ProductTile, Tiles
 from prefill.triton_prefill import TritonPrefill
 
 DEVICE = torch.device("cuda")
+WARMUP = 3  # launches, the first of which compiles
 MATRIX = 8192  # rows, columns and k of torch's product
-PRODUCTS = (
+PLAIN = (
     ProductTile(128, 256, 64, warps=8, stages=4),
     ProductTile(128, 256, 64, warps=8, stages=3),
     ProductTile(128, 256, 64, warps=8, stages=4, group=16),
     ProductTile(128, 128, 64, warps=4, stages=3),
-    ProductTile(128, 128, 64, warps=8, stages=3),
+    ProductTile(256, 128, 64, warps=8, stages=4),
+)
+EXPERTS = (
+    ProductTile(128, 256, 64, warps=8, stages=4, tail=64),
+    ProductTile(128, 256, 64, warps=8, stages=4),
+    ProductTile(128, 256, 64, warps=8, stages=3, tail=64),
+    ProductTile(128, 256, 64, warps=8, stages=4, group=16, tail=64),
+    ProductTile(128, 128, 64, warps=4, stages=3, tail=64),
+    ProductTile(128, 128, 64, warps=8, stages=3, tail=64),
     ProductTile(64, 256, 64, warps=4, stages=3),
-    ProductTile(64, 128, 64, warps=4, stages=4),
 )
 ATTENTIONS = (
     AttentionTile(16, 64, warps=8, stages=3),
@@ -122,11 +130,14 @@ def _of_one_height(tiles: Tiles, kernel: str) -> Tiles:
 
 
 def _cases(g: Geometry, tokens: int, prefill: TritonPrefill, tables: dict[str, torch.Tensor]) -> list[Case]:
-    launch, pairs = prefill.launch, tokens * g.top_k
+    launch = prefill.launch
     sparse = g.sparse_layers[0]
 
-    def product(kernel: str, field: tuple[str, ...], rows: int, n: int, k: int, launched: Callable[[], None]) -> Case:
-        return Case(kernel, PRODUCTS, field, 2.0 * rows * n * k, launched)
+    def plain(kernel: str, n: int, k: int, launched: Callable[[], None]) -> Case:
+        return Case(kernel, PLAIN, ("large", "small"), 2.0 * tokens * n * k, launched)
+
+    def experts(kernel: str, n: int, k: int, launched: Callable[[], None]) -> Case:
+        return Case(kernel, EXPERTS, (kernel,), 2.0 * tokens * g.top_k * n * k, launched)
 
     def attention(kind: str) -> Case:
         layer = next(i for i in reversed(range(g.layers)) if g.layer_kinds[i] == kind)
@@ -143,18 +154,18 @@ def _cases(g: Geometry, tokens: int, prefill: TritonPrefill, tables: dict[str, t
     pieces = [Piece(0, 0, 0, tokens, True)]
     rows_of = {n: torch.from_numpy(token_tiles(pieces, n)).to(DEVICE) for n in {tile.tokens for tile in ATTENTIONS}}
     return [
-        product("up", ("up",), pairs, 2 * g.expert_ffn, g.hidden, lambda: launch.up(sparse)),
-        product("down", ("down",), pairs, g.hidden, g.expert_ffn, lambda: launch.down(sparse)),
+        experts("up", 2 * g.expert_ffn, g.hidden, lambda: launch.up(sparse)),
+        experts("down", g.hidden, g.expert_ffn, lambda: launch.down(sparse)),
         attention("full"),
         attention("sliding"),
-        product("qkv", ("large", "small"), tokens, g.qkv_rows, g.hidden, lambda: launch.qkv(sparse)),
-        product("o", ("large", "small"), tokens, g.hidden, g.q_width, lambda: launch.o(sparse)),
+        plain("qkv", g.qkv_rows, g.hidden, lambda: launch.qkv(sparse)),
+        plain("o", g.hidden, g.q_width, lambda: launch.o(sparse)),
     ]
 
 
 def milliseconds(launch: Callable[[], object], repeats: int) -> list[float]:
-    """Device times of launches in a row, after three that are not counted."""
-    for _ in range(3):
+    """Device times of launches in a row, after some that are not counted."""
+    for _ in range(WARMUP):
         launch()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     events[0].record()
@@ -202,4 +213,4 @@ def _line(kernel: str, tile: str, *figures: str) -> str:
 def _name(tile: ProductTile | AttentionTile) -> str:
     if isinstance(tile, AttentionTile):
         return f"{tile.tokens} tokens x {tile.keys} keys, {tile.warps}w {tile.stages}s"
-    return f"{tile.m}x{tile.n}x{tile.k}, {tile.warps}w {tile.stages}s g{tile.group}"
+    return f"{tile.m}x{tile.n}x{tile.k}, {tile.warps}w {tile.stages}s g{tile.group} t{tile.tail}"

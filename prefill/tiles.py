@@ -89,12 +89,12 @@ HOPPER = Tiles(
 
 # Under the interpreter a block costs some 10 ms, and a product as much as its multiplications, padding included.
 _PLAIN = ProductTile(64, 128, 256, warps=1, stages=1)
-_THIN = ProductTile(16, 64, 256, warps=1, stages=1)
+_THIN = ProductTile(16, 256, 256, warps=1, stages=1)
 INTERPRETED = Tiles(
     large=_PLAIN,
     small=_THIN,
     up=_PLAIN,
-    up_small=_THIN,
+    up_small=ProductTile(16, 64, 256, warps=1, stages=1),
     down=_PLAIN,
     down_small=_THIN,
     large_rows=60,
