@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +36,7 @@ PLAIN = (
     ProductTile(128, 256, 64, warps=8, stages=4, group=16),
     ProductTile(128, 128, 64, warps=4, stages=3),
     ProductTile(256, 128, 64, warps=8, stages=4),
+    None,  # unpacked for torch's product
 )
 EXPERTS = (
     ProductTile(128, 256, 64, warps=8, stages=4, tail=64),
@@ -61,7 +62,7 @@ class Case:
     """A kernel to be timed, the tiles it can have, and its operations."""
 
     kernel: str
-    tiles: tuple[ProductTile, ...] | tuple[AttentionTile, ...]
+    tiles: Sequence[ProductTile | AttentionTile | None]
     field: tuple[str, ...]  # of `Tiles` that the tile goes to
     flop: float
     launch: Callable[[], None]
@@ -94,7 +95,7 @@ def sweep(cfg: Config, weights: PackedWeights) -> Iterator[tuple[str, str, list[
     tokens, blocks, started = settings.tokens, blocks_of(settings.tokens), time.perf_counter()
     shape = {kind: (blocks, max(1, len(kv_layers(g, kind))), g.kv_heads, 2, KV_BLOCK) for kind in KINDS}
     pools = {kind: torch.zeros(shape[kind], dtype=torch.bfloat16, device=DEVICE) for kind in KINDS}
-    prefill = TritonPrefill(weights, pools, tokens, tokens)
+    prefill = TritonPrefill(weights, pools, tokens, tokens, products="torch")  # which brings the scratch for that
     ids = torch.randint(g.vocab, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
     pages = PageAllocator(g, dict.fromkeys(KINDS, blocks), 1, blocks, seed=0)
     pages.reserve(0, tokens, since=0)
@@ -107,10 +108,8 @@ def sweep(cfg: Config, weights: PackedWeights) -> Iterator[tuple[str, str, list[
             if time.perf_counter() - started > settings.time_limit_s:
                 print("the time is up", flush=True)
                 return
-            tiles = dataclasses.replace(HOPPER, **dict.fromkeys(case.field, tile))
-            if case.kernel in ("up", "down"):  # their row tiles have one height
-                tiles = _of_one_height(tiles, case.kernel)
-            prefill.launch.tiles = tiles
+            prefill.launch.products = "torch" if tile is None else "packed"
+            prefill.launch.tiles = _with(case, tile)
             if case.kernel in ("up", "down"):
                 prefill.launch.route(g.sparse_layers[0], None)
             try:
@@ -122,11 +121,15 @@ def sweep(cfg: Config, weights: PackedWeights) -> Iterator[tuple[str, str, list[
         prefill.launch.tiles = HOPPER
 
 
-def _of_one_height(tiles: Tiles, kernel: str) -> Tiles:
-    m = getattr(tiles, kernel).m
-    return dataclasses.replace(
-        tiles, up=dataclasses.replace(tiles.up, m=m), down=dataclasses.replace(tiles.down, m=m), large_rows=0
-    )
+def _with(case: Case, tile: ProductTile | AttentionTile | None) -> Tiles:
+    """The tiles with the case's own exchanged. The row tiles of up and down have one height."""
+    if tile is None:
+        return HOPPER
+    tiles = dataclasses.replace(HOPPER, **dict.fromkeys(case.field, tile))
+    if isinstance(tile, ProductTile) and case.kernel in ("up", "down"):
+        up, down = (dataclasses.replace(t, m=tile.m, tail=min(t.tail, tile.m // 2)) for t in (tiles.up, tiles.down))
+        tiles = dataclasses.replace(tiles, up=up, down=down, large_rows=0)
+    return tiles
 
 
 def _cases(g: Geometry, tokens: int, prefill: TritonPrefill, tables: dict[str, torch.Tensor]) -> list[Case]:
@@ -210,7 +213,9 @@ def _line(kernel: str, tile: str, *figures: str) -> str:
     return f"{kernel:18}{tile:32}" + "".join(figure.rjust(12) for figure in figures)
 
 
-def _name(tile: ProductTile | AttentionTile) -> str:
+def _name(tile: ProductTile | AttentionTile | None) -> str:
+    if tile is None:
+        return "unpacked, torch"
     if isinstance(tile, AttentionTile):
         return f"{tile.tokens} tokens x {tile.keys} keys, {tile.warps}w {tile.stages}s"
     return f"{tile.m}x{tile.n}x{tile.k}, {tile.warps}w {tile.stages}s g{tile.group} t{tile.tail}"

@@ -12,6 +12,7 @@ from mk.model.geometry import Geometry
 from mk.model.packing import PackedWeights
 from mk.runtime import unpack_keys, unpack_values
 from mk.step_params import KV_BLOCK
+from prefill.activations import Activations
 from prefill.tiles import Tiles
 from prefill.triton_prefill import TritonPrefill
 
@@ -29,6 +30,23 @@ def make_pools(
         )
         for kind in KINDS
     }
+
+
+def poison(acts: Activations, g: Geometry) -> None:
+    """NaN everywhere but in padding: what a kernel reads it must have been given."""
+    for buffer, width in (
+        (acts.x, g.hidden),
+        (acts.normed, g.hidden),
+        (acts.qkv, g.qkv_rows),
+        (acts.heads, g.q_width),
+        (acts.attention, g.hidden),
+        (acts.dense_hidden, g.dense_ffn),
+        (acts.expert_hidden, g.expert_ffn),
+        (acts.ffn, g.hidden),
+        (acts.expert_weights, g.top_k),
+        (acts.weight_of, g.top_k),
+    ):
+        buffer[:, :width] = torch.nan
 
 
 class Rig:

@@ -31,7 +31,7 @@ from mk.runtime import Runtime
 from mk.splits import SplitPolicy
 from prefill.chunks import Piece, Prompt, token_tiles
 from prefill.tiles import HOPPER
-from tests.prefill_rig import Rig
+from tests.prefill_rig import Rig, poison
 
 pytestmark = pytest.mark.gpu
 
@@ -74,12 +74,7 @@ class Subject:
         g = self.source.geometry
         counts = pages_for_contexts(g, slots, positions, chunk, paged_chunk=True)
         made = Rig(self.packed, counts, positions, slots, chunk, torch.bfloat16, **options)
-        launch = made.prefill.launch
-        for name, width in (
-            ("_x", g.hidden), ("_normed", g.hidden), ("_qkv", g.qkv_rows), ("_heads", g.q_width),
-            ("_attention", g.hidden), ("_hidden", g.expert_ffn), ("_dense_hidden", g.dense_ffn), ("_ffn", g.hidden),
-        ):  # fmt: skip
-            getattr(launch, name)[:, :width] = torch.nan
+        poison(made.prefill.launch.acts, g)
         return made
 
 
@@ -222,7 +217,7 @@ def test_one_key_is_found_exactly_where_it_can_be_seen(wide: Subject, kind: str,
     tile = dataclasses.replace(HOPPER.attention, keys=keys, stages=2)
     rig = wide.rig(tiles=dataclasses.replace(HOPPER, attention=tile))
     launch = rig.prefill.launch
-    launch._tokens = length
+    launch.tokens = length
     rig.pages.reserve(0, length, since=0)
     table = torch.from_numpy(rig.pages.table[kind]).short().to(DEVICE)
     tiles = torch.from_numpy(token_tiles([Piece(0, 0, 0, length, True)], tile.tokens)).to(DEVICE)
@@ -232,12 +227,12 @@ def test_one_key_is_found_exactly_where_it_can_be_seen(wide: Subject, kind: str,
     for needle in (0, 1, 63, 64, 127, 128, 4000, 4095, 4096, 8191):
         keys_, queries = torch.zeros(length, g.kv_heads, g.head_dim, device=DEVICE), torch.full((g.q_width,), 8.0)
         keys_[needle] = 8
-        launch._qkv[:length] = torch.cat(
+        launch.acts.qkv[:length] = torch.cat(
             [queries.to(DEVICE).expand(length, -1).bfloat16(), keys_.bfloat16().flatten(1), values.flatten(1)], dim=1
         )
         launch.append(layer, rope, rig.pools[kind], table, tiles)
         launch.attention(layer, rope, rig.pools[kind], table, tiles)
-        found = launch._heads[:length].view(length, g.kv_heads, g.group, g.head_dim)
+        found = launch.acts.heads[:length].view(length, g.kv_heads, g.group, g.head_dim)
         hit = (found == values[needle][None, :, None]).flatten(1).all(1)
         seen = (needle <= position) & (position < needle + (g.window_keys if kind == "sliding" else length))
         assert torch.equal(hit, seen), needle

@@ -15,7 +15,7 @@ from prefill.chunks import Piece, token_tiles
 from prefill.launch import Launcher
 from prefill.tiles import INTERPRETED, AttentionTile, ProductTile, Tiles
 from tests.interpreter_rig import GEOMETRY, weights
-from tests.prefill_rig import make_pools
+from tests.prefill_rig import make_pools, poison
 
 G = GEOMETRY
 SPARSE = G.sparse_layers[0]
@@ -35,18 +35,6 @@ SMALL = Tiles(
 )
 
 
-WIDTHS = {  # activations, and their columns that are not padding
-    "_x": G.hidden,
-    "_normed": G.hidden,
-    "_qkv": G.qkv_rows,
-    "_heads": G.q_width,
-    "_attention": G.hidden,
-    "_dense_hidden": G.dense_ffn,
-    "_hidden": G.expert_ffn,
-    "_ffn": G.hidden,
-}
-
-
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -54,10 +42,9 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def launcher(tiles: Tiles = INTERPRETED, tokens: int = TOKENS, products: str = "packed") -> Launcher:
     """Kernels on random normed tokens; whatever lies behind them is NaN."""
     made = Launcher(weights(), tokens + 9, torch.float32, tiles, products)
-    made._tokens = tokens
-    for name, width in WIDTHS.items():
-        getattr(made, name)[:, :width] = torch.nan
-    made._normed[:tokens, : G.hidden] = random(tokens, G.hidden)
+    made.tokens = tokens
+    poison(made.acts, G)
+    made.acts.normed[:tokens, : G.hidden] = random(tokens, G.hidden)
     return made
 
 
@@ -75,14 +62,14 @@ def near(found: Tensor, expected: Tensor) -> None:
 def test_the_fused_projection_comes_in_logical_order(tiles: Tiles, products: str) -> None:
     made = launcher(tiles, products=products)
     made.qkv(2)
-    near(made._qkv[:TOKENS], made._normed[:TOKENS, : G.hidden] @ matrix("qkv", 2).T)
-    assert made._qkv[TOKENS:].isnan().all()
+    near(made.acts.qkv[:TOKENS], made.acts.normed[:TOKENS, : G.hidden] @ matrix("qkv", 2).T)
+    assert made.acts.qkv[TOKENS:].isnan().all()
 
 
 def test_a_few_rows_of_the_head_are_scaled() -> None:
     made = launcher()
     rows = torch.tensor([3, 69, 3])
-    expected = made._normed[rows, : G.hidden] @ weights().matrix("head").float().T * G.logit_scale
+    expected = made.acts.normed[rows, : G.hidden] @ weights().matrix("head").float().T * G.logit_scale
     near(made.head(rows), expected)
 
 
@@ -90,9 +77,9 @@ def test_embedding_and_its_norm() -> None:
     made, ids = launcher(), torch.randint(G.vocab, (TOKENS,), generator=torch.Generator().manual_seed(1)).int()
     made.embed(ids)
     expected = weights().matrix("head").float()[ids.long()]
-    assert torch.equal(made._x[:TOKENS, : G.hidden], expected)
-    near(made._normed[:TOKENS, : G.hidden], rms_norm(expected, weights().norms[0].float(), G.rms_eps))
-    for buffer in (made._x, made._normed):
+    assert torch.equal(made.acts.x[:TOKENS, : G.hidden], expected)
+    near(made.acts.normed[:TOKENS, : G.hidden], rms_norm(expected, weights().norms[0].float(), G.rms_eps))
+    for buffer in (made.acts.x, made.acts.normed):
         assert (buffer[:TOKENS, G.hidden :] == 0).all() and buffer[TOKENS:, : G.hidden].isnan().all()
 
 
@@ -100,19 +87,21 @@ def test_embedding_and_its_norm() -> None:
 def test_the_end_of_a_layer(layer: int) -> None:
     made = launcher()
     x, attention = random(TOKENS, G.hidden, seed=1), random(TOKENS, G.hidden, seed=2)
-    made._x[:TOKENS, : G.hidden], made._attention[:TOKENS] = x, attention
+    made.acts.x[:TOKENS, : G.hidden], made.acts.attention[:TOKENS] = x, attention
     if layer == 0:
         ffn = random(TOKENS, G.hidden, seed=3)
-        made._ffn[:TOKENS] = ffn
+        made.acts.ffn[:TOKENS] = ffn
     else:
-        made._ffn[:] = random(*made._ffn.shape, seed=3)
-        made._slot_of[:TOKENS] = torch.randint(len(made._ffn), (TOKENS, G.top_k), generator=torch.Generator()).int()
-        made._weight_of[:TOKENS] = random(TOKENS, G.top_k, seed=4)
-        ffn = (made._ffn[made._slot_of[:TOKENS].long()] * made._weight_of[:TOKENS, :, None]).sum(1)
+        made.acts.ffn[:] = random(*made.acts.ffn.shape, seed=3)
+        made.acts.slot_of[:TOKENS] = torch.randint(
+            len(made.acts.ffn), (TOKENS, G.top_k), generator=torch.Generator()
+        ).int()
+        made.acts.weight_of[:TOKENS] = random(TOKENS, G.top_k, seed=4)
+        ffn = (made.acts.ffn[made.acts.slot_of[:TOKENS].long()] * made.acts.weight_of[:TOKENS, :, None]).sum(1)
     made.residual(layer)
-    near(made._x[:TOKENS, : G.hidden], x + (attention + ffn))
+    near(made.acts.x[:TOKENS, : G.hidden], x + (attention + ffn))
     expected = rms_norm(x + (attention + ffn), weights().norms[layer + 1].float(), G.rms_eps)
-    near(made._normed[:TOKENS, : G.hidden], expected)
+    near(made.acts.normed[:TOKENS, : G.hidden], expected)
 
 
 def swiglu(x: Tensor, up: str, down: str, layer: int, expert: int = 0) -> Tensor:
@@ -124,23 +113,23 @@ def swiglu(x: Tensor, up: str, down: str, layer: int, expert: int = 0) -> Tensor
 def test_the_dense_ffn(tiles: Tiles) -> None:
     made = launcher(tiles)
     made.dense(0)
-    near(made._ffn[:TOKENS], swiglu(made._normed[:TOKENS, : G.hidden], "dense_up", "dense_down", 0))
+    near(made.acts.ffn[:TOKENS], swiglu(made.acts.normed[:TOKENS, : G.hidden], "dense_up", "dense_down", 0))
 
 
 def routed(made: Launcher, forced: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Route, check everything that the sort leaves, and give the router's exact logits and the ids."""
-    n, k = made._tokens, G.top_k
-    logits = made._normed[:n, : G.hidden] @ matrix("router", SPARSE).T
+    n, k = made.tokens, G.top_k
+    logits = made.acts.normed[:n, : G.hidden] @ matrix("router", SPARSE).T
     ids = made.route(SPARSE, forced).long()
-    near(made._weights[:n], logits.gather(1, ids).sigmoid())
+    near(made.acts.expert_weights[:n], logits.gather(1, ids).sigmoid())
     ascending, order = ids.sort(1)
-    assert torch.equal(made._weight_of[:n], made._weights[:n].gather(1, order))
-    slots = made._slot_of[:n].long()
+    assert torch.equal(made.acts.weight_of[:n], made.acts.expert_weights[:n].gather(1, order))
+    slots = made.acts.slot_of[:n].long()
     pairs = sorted((int(e), token) for token in range(n) for e in ids[token])
-    assert made._token_of[: n * k].tolist() == [token for _, token in pairs]
+    assert made.acts.token_of[: n * k].tolist() == [token for _, token in pairs]
     for token in range(n):
         assert [pairs[slot] for slot in slots[token].tolist()] == [(e, token) for e in ascending[token].tolist()]
-    tiles = made._row_tiles[: int(made._n_tiles)].tolist()
+    tiles = made.acts.row_tiles[: int(made.acts.n_tiles)].tolist()
     size = made._expert_tiles()[0].m
     covered = []
     for expert, first, end, _ in tiles:
@@ -159,10 +148,10 @@ def test_experts_are_chosen_sorted_and_multiplied(tiles: Tiles, tokens: int) -> 
     assert torch.equal(ids, top_k(logits, G.top_k))
     made.up(SPARSE)
     made.down(SPARSE)
-    for i, token in enumerate(made._token_of[: tokens * G.top_k].tolist()):
-        expert = int((made._slot_of[token] == i).nonzero())
+    for i, token in enumerate(made.acts.token_of[: tokens * G.top_k].tolist()):
+        expert = int((made.acts.slot_of[token] == i).nonzero())
         chosen = int(ids[token].sort().values[expert])
-        near(made._ffn[i], swiglu(made._normed[token, : G.hidden], "up", "down", SPARSE, chosen))
+        near(made.acts.ffn[i], swiglu(made.acts.normed[token, : G.hidden], "up", "down", SPARSE, chosen))
 
 
 def test_a_forced_choice_is_taken_with_the_routers_weights() -> None:
@@ -182,8 +171,8 @@ def test_ties_take_the_lower_id_and_nan_the_last_place() -> None:
     tied[[1, 4, 6]] = row  # equal logits, whatever the token; the others are 0
     made._matrices["router", SPARSE] = pack_matrix(tied.bfloat16()).view(-1)
     assert len(made._matrices["router", SPARSE]) == len(router)
-    positive = (made._normed[:4, : G.hidden] @ row > 0).tolist()
-    made._normed[3, : G.hidden] = torch.nan
+    positive = (made.acts.normed[:4, : G.hidden] @ row > 0).tolist()
+    made.acts.normed[3, : G.hidden] = torch.nan
     ids = made.route(SPARSE, None).tolist()
     for token in range(3):
         assert ids[token] == ([1, 4, 6] if positive[token] else [0, 2, 3])
@@ -227,7 +216,7 @@ def test_attention_over_pages_some_of_them_released(layer: int, tiles: Tiles) ->
     new, old = Sequence(37, seed=1), Sequence(cached + 33, seed=2)
     pieces = [Piece(0, 1, 0, 37, True), Piece(1, 0, cached, cached + 33, True)]
     made = launcher(tiles)
-    made._qkv[:TOKENS] = torch.cat([new.qkv, old.qkv[cached:]])
+    made.acts.qkv[:TOKENS] = torch.cat([new.qkv, old.qkv[cached:]])
     pool = make_pools(G, dict.fromkeys(KINDS, 8), torch.float32)[kind]
     table = torch.tensor([[5, 2, 7, -1], [3, -1, -1, -1]]).short()
     k, v = old.turned(layer)[1], old.v
@@ -244,8 +233,8 @@ def test_attention_over_pages_some_of_them_released(layer: int, tiles: Tiles) ->
     chunk = torch.from_numpy(token_tiles(pieces, tiles.attention.tokens))
     made.append(layer, rope, pool, table, chunk)
     made.attention(layer, rope, pool, table, chunk)
-    near(made._heads[:TOKENS, : G.q_width], torch.cat([new.attend(layer), old.attend(layer)[cached:]]))
-    assert made._heads[TOKENS:, : G.q_width].isnan().all()
+    near(made.acts.heads[:TOKENS, : G.q_width], torch.cat([new.attend(layer), old.attend(layer)[cached:]]))
+    assert made.acts.heads[TOKENS:, : G.q_width].isnan().all()
     written = ~pool.isnan().flatten(3)
     assert not written[table[0, 2].item(), [i for i in range(pool.shape[1]) if i != index]].any()
     assert (written[3, index].sum(-1) == 37 * 2 * G.head_dim).all()  # nothing but the new keys and values
@@ -253,7 +242,7 @@ def test_attention_over_pages_some_of_them_released(layer: int, tiles: Tiles) ->
 
 def test_a_token_without_a_page_is_dropped() -> None:
     made = launcher(tokens=5)
-    made._qkv[:5] = Sequence(5, seed=1).qkv
+    made.acts.qkv[:5] = Sequence(5, seed=1).qkv
     pool = make_pools(G, dict.fromkeys(KINDS, 2), torch.float32)["sliding"]
     tiles = torch.from_numpy(token_tiles([Piece(0, 0, 64, 69, True)], 64))
     rope = tuple(t.contiguous() for t in rope_table(G, torch.arange(128)))

@@ -98,14 +98,15 @@ def test_kernels_are_timed_with_each_tile(
     small, odd = ProductTile(32, 64, 256, 1, 1), ProductTile(16, 64, 48, 1, 1)  # 48 does not divide k: refused
     monkeypatch.setattr(prefill_tiles, "WARMUP", 0)
     monkeypatch.setattr(prefill_tiles, "HOPPER", INTERPRETED)
-    monkeypatch.setattr(prefill_tiles, "PLAIN", (small,))
+    monkeypatch.setattr(prefill_tiles, "PLAIN", (small, None))
     monkeypatch.setattr(prefill_tiles, "EXPERTS", (small, odd))
     monkeypatch.setattr(prefill_tiles, "ATTENTIONS", (AttentionTile(64, 64, 1, 1), AttentionTile(16, 128, 1, 1)))
     axes = ["experiment=prefill_tiles", *MODEL, "experiment.tokens=17", "experiment.repeats=1", f"run_dir={tmp_path}"]
     assert prefill_tiles.main(load_config(axes)) == 0
     found = [(row.kernel, row.tile) for row in rows_of(tmp_path)]
     assert [kernel for kernel, _ in found] == [
-        "up", "down", "attention_full", "attention_full", "attention_sliding", "attention_sliding", "qkv", "o"
+        "up", "down", "attention_full", "attention_full", "attention_sliding", "attention_sliding",
+        "qkv", "qkv", "o", "o",
     ]  # fmt: skip
     assert len(set(found)) == len(found) and all(row.p50_ms == 1.0 for row in rows_of(tmp_path))
     assert "up 16x64x48" in capsys.readouterr().out
