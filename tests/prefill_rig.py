@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,8 +14,14 @@ from mk.model.packing import PackedWeights
 from mk.runtime import unpack_keys, unpack_values
 from mk.step_params import KV_BLOCK
 from prefill.activations import Activations
+from prefill.kernels import interpreted
 from prefill.tiles import Tiles
 from prefill.triton_prefill import TritonPrefill
+
+needs_interpreter = pytest.mark.skipif(
+    not interpreted(), reason="Triton is set to compile for the GPU here; TRITON_INTERPRET=1 runs its interpreter"
+)
+needs_compiler = pytest.mark.skipif(interpreted(), reason="Triton is set to interpret here")
 
 
 def make_pools(

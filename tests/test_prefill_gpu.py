@@ -31,9 +31,9 @@ from mk.runtime import Runtime
 from mk.splits import SplitPolicy
 from prefill.chunks import Piece, Prompt, token_tiles
 from prefill.tiles import HOPPER
-from tests.prefill_rig import Rig, poison
+from tests.prefill_rig import Rig, needs_compiler, poison
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_compiler]
 
 DEVICE = torch.device("cuda")
 

@@ -15,7 +15,9 @@ from prefill.chunks import Piece, token_tiles
 from prefill.launch import Launcher
 from prefill.tiles import INTERPRETED, AttentionTile, ProductTile, Tiles
 from tests.interpreter_rig import GEOMETRY, weights
-from tests.prefill_rig import make_pools, poison
+from tests.prefill_rig import make_pools, needs_interpreter, poison
+
+pytestmark = needs_interpreter
 
 G = GEOMETRY
 SPARSE = G.sparse_layers[0]

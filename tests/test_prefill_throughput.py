@@ -17,6 +17,7 @@ from mk.rows import Row, read_rows
 from prefill.tiles import INTERPRETED, AttentionTile, ProductTile
 from prefill.triton_prefill import TritonPrefill
 from tests.device_rig import FakeLibrary, fake_device
+from tests.prefill_rig import needs_interpreter
 
 __all__ = ["fake_device"]
 
@@ -47,6 +48,7 @@ def rows_of(folder: Path) -> list[Row]:
     return [row for path in folder.glob("*/rows.jsonl") for row in read_rows(path)]
 
 
+@needs_interpreter
 def test_prefill_is_checked_and_a_row_written_for_each_shape(
     stand_in: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +94,7 @@ def test_a_prefill_that_fails_a_check_gets_no_row(
     assert not rows_of(tmp_path)
 
 
+@needs_interpreter
 def test_kernels_are_timed_with_each_tile(
     stand_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

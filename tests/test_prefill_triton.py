@@ -22,9 +22,11 @@ from prefill.chunks import Prompt
 from prefill.triton_prefill import TritonPrefill
 from tests.device_rig import FakeLibrary, fake_build, fake_device
 from tests.interpreter_rig import GEOMETRY, random_tokens, reference_kv, reference_logits, source, tensors, weights
-from tests.prefill_rig import Rig, make_pools
+from tests.prefill_rig import Rig, make_pools, needs_interpreter
 
 __all__ = ["fake_device"]
+
+pytestmark = needs_interpreter
 
 G = GEOMETRY
 PROMPT = random_tokens(203, seed=5)  # three windows and a bit
