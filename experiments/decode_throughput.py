@@ -7,7 +7,6 @@ experts that top-k published, and is refused when the checks fail or the figures
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.console import progress
+from experiments.device_weights import open_weights, pack
 from experiments.forced_routing import distinct_experts, forced_ids
 from experiments.kernel_checks import Outcome, consult, fill, run_checks
 from mk.build import Library, build
@@ -24,12 +23,7 @@ from mk.config import Config
 from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.kv import KINDS, PageAllocator, blocks_of
-from mk.model.checkpoint import load_checkpoint
-from mk.model.geometry import PRESETS, Geometry
-from mk.model.hub import resolve_folder
-from mk.model.opening import NANO
-from mk.model.packing import PackedWeights, WeightLayout
-from mk.model.random_weights import RandomWeights
+from mk.model.packing import PackedWeights
 from mk.model.tensors import WeightSource
 from mk.programs import Plan, Programs, bucket_for
 from mk.roofline import step_bytes, uniform_experts
@@ -70,7 +64,7 @@ def main(cfg: Config) -> int:
         )
     DeviceFacts.read().require(cfg.gpu)
     settings = cfg.experiment
-    source = _open_weights(cfg)
+    source = open_weights(cfg, DEVICE)
     geometry, plan = source.geometry, Plan.from_config(cfg)
     library = build(geometry, plan.splits)
     print(
@@ -81,7 +75,7 @@ def main(cfg: Config) -> int:
     programs = {rows: Programs(geometry, rows, plan).get(bucket, draws) for rows in {1, *settings.batches}}
     total = settings.warmup + settings.steps
     routes = {rows: forced_ids(cfg.routing, geometry, rows, total) for rows in settings.batches}
-    runtime = _runtime(cfg, library, _pack(source))
+    runtime = _runtime(cfg, library, pack(source, DEVICE))
     with RunFolder.create(cfg) as run:
         outcomes = _check(runtime, source, programs, settings.batches, settings.check_tokens)
         rows = []
@@ -157,32 +151,6 @@ def _sampling(cfg: Config, rows: int) -> list[SamplingParams]:
     """The configured parameters, each row with a seed of its own."""
     s = cfg.sampling
     return [SamplingParams(s.temperature, s.top_k, s.top_p, (s.seed + row) % 2**64) for row in range(rows)]
-
-
-def _open_weights(cfg: Config) -> WeightSource:
-    """The configured weights; random ones are made on the device. A tokenizer is not needed, so none is opened."""
-    model, extra = cfg.model, cfg.model.window == "vllm"
-    folder = NANO if model.preset == "nano" else None
-    if model.path is not None:
-        folder = resolve_folder(model.path, model.revision)
-    if cfg.weights.name == "checkpoint":
-        assert folder is not None  # Config refuses the rest
-        return load_checkpoint(folder, window_includes_extra=extra)
-    if folder is None:
-        geometry = dataclasses.replace(PRESETS[model.preset], window_includes_extra=extra)
-    else:
-        geometry = Geometry.from_hf_config(folder, extra)
-    return RandomWeights(geometry, cfg.weights.seed or 0, DEVICE, qk_scale=cfg.weights.qk_scale or 1.0)
-
-
-def _pack(source: WeightSource) -> PackedWeights:
-    g, started = source.geometry, time.perf_counter()
-    with progress("pack weights", len(WeightLayout(g).entries())) as done:
-        weights = PackedWeights.from_state(source.tensor, g, DEVICE, lambda packed, _: done(packed))
-    torch.cuda.synchronize()
-    print(f"packed {weights.layout.nbytes / 1e9:.1f} GB in {time.perf_counter() - started:.1f} s", flush=True)
-    torch.cuda.empty_cache()
-    return weights
 
 
 def _runtime(cfg: Config, library: Library, weights: PackedWeights, trace_records: int = 0) -> Runtime:

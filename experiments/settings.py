@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mk.errors import MkError
 from mk.validation import check_contexts, require_at_least
 
 
@@ -54,3 +55,37 @@ class DecodeThroughput:
     warmup: int  # steps before them
     check_tokens: int  # decoded by the checks that go before the timing
     trace: bool  # then also run a trace build: where a step's time goes, and a timeline for Perfetto
+
+
+@dataclass(slots=True)
+class PrefillThroughput:
+    name: str
+    lengths: list[int]  # of a prompt alone, a row of results each
+    packed: list[int]  # of `packed_rows` prompts in one call
+    packed_rows: int
+    repeats: int  # timed calls, fewer where they take longer than time_limit_s
+    time_limit_s: float  # of the timed calls of one row
+    check_tokens: int  # of the prompt that is checked before anything is timed
+
+    def __post_init__(self) -> None:
+        for key in ("lengths", "packed"):
+            if any(length < 1 for length in getattr(self, key)):
+                raise MkError(f"experiment.{key}={getattr(self, key)}: a prompt has at least 1 token")
+        if not self.lengths and not self.packed:
+            raise MkError("experiment.lengths and experiment.packed are empty", hint="experiment.lengths=[8192]")
+        for key in ("packed_rows", "repeats"):
+            require_at_least(f"experiment.{key}", getattr(self, key), 1)
+        require_at_least("experiment.check_tokens", self.check_tokens, 2)
+
+
+@dataclass(slots=True)
+class PrefillTiles:
+    name: str
+    tokens: int  # of the chunk that the kernels are timed on
+    repeats: int  # timed launches of each kernel with each tile
+    time_limit_s: float  # no tile is begun after that
+    kernels: list[str]  # qkv, o, up, down, attention_full, attention_sliding
+
+    def __post_init__(self) -> None:
+        for key in ("tokens", "repeats"):
+            require_at_least(f"experiment.{key}", getattr(self, key), 1)

@@ -104,7 +104,7 @@ def help_text() -> str:
         "experiments (* = default)",
     ]
     for name in group_options("experiment"):
-        lines.append(f"  {_starred('experiment', name, chosen):18}{_experiment_line(name)}")
+        lines.append(f"  {_starred('experiment', name, chosen):20}{_experiment_line(name)}")
     lines += ["", "groups (* = default)"]
     for group in GROUPS:
         if group != "experiment":

@@ -199,9 +199,13 @@ class PrefillConfig:
 
     name: str
     chunk: int  # prompt tokens a forward pass
+    products: str | None = None  # triton: how qkv, o and dense down are multiplied: packed | torch
 
     def __post_init__(self) -> None:
+        check_optional("prefill", self, ("products",) if self.name == "triton" else ())
         require_at_least("prefill.chunk", self.chunk, 1)
+        if self.products is not None:
+            require_one_of("prefill.products", self.products, ("packed", "torch"))
 
 
 @dataclass(slots=True)

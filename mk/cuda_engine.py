@@ -1,9 +1,12 @@
-"""The decode kernel behind the engine interface: prompts are prefilled on the CPU, their pages copied to the device."""
+"""The decode kernel behind the engine interface.
+
+Prompts are prefilled by Triton kernels into the kernel's own pages, or in PyTorch on the CPU and their pages copied.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,15 +15,35 @@ import torch
 from mk.build import Library
 from mk.host_ring import StepTokens
 from mk.interpreter import StepOutputs
-from mk.kv import KINDS, KVCache, blocks_of, kv_layers
+from mk.kv import KINDS, KVCache, PageAllocator, blocks_of, kv_layers, pages_for_contexts
 from mk.model.packing import PackedWeights
 from mk.programs import Plan, Programs, bucket_for
 from mk.runtime import Runtime
 from mk.sampling import SamplingParams
 from mk.schedule.lower import Program
 from prefill.torch_prefill import TorchPrefill
+from prefill.triton_prefill import TritonPrefill
 
 AHEAD = 16  # steps that `CudaEngine.run` queues at a time
+
+
+class HostPrefill:
+    """PyTorch's prefill on the CPU, with bf16 where the kernel rounds; a prompt's pages are copied to the device."""
+
+    def __init__(self, weights: PackedWeights, runtime: Runtime, pages: Mapping[str, int], chunk: int) -> None:
+        self.kv = KVCache(weights.geometry, pages["full"], pages["sliding"])
+        self._runtime = runtime
+        self._prefill = TorchPrefill(weights, self.kv, "kernel", chunk)
+
+    def run(self, pages: PageAllocator, slot: int, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Logits after the last token, float32 [vocab]. Raises MkError as `TorchPrefill.run` does."""
+        logits = self._prefill.run(pages, slot, tokens)
+        for kind, layers in ((kind, len(kv_layers(self.kv.geometry, kind))) for kind in KINDS):
+            for page in pages.table[kind][slot]:
+                for index in range(layers if page >= 0 else 0):
+                    k, v = (torch.from_numpy(self.kv.pools[kind][page, index, :, which]) for which in (0, 1))
+                    self._runtime.write_pages(kind, int(page), index, k, v)
+        return logits
 
 
 class CudaEngine:
@@ -41,33 +64,35 @@ class CudaEngine:
         chunk: int = 512,
         seed: int = 0,
         window_slots: int = 8,
+        products: str | None = None,
         device: str = "cuda",
     ) -> None:
-        """weights: on the CPU, where prefill reads them; the kernel gets its own copy. seed: orders the pages.
+        """weights: on the CPU, where PyTorch's prefill reads them; the device gets its own copy. seed: orders pages.
 
-        Raises MkError for a device, a library or a plan that does not fit.
+        products: packed or torch, of the prefill in Triton; None = the one in PyTorch. Raises MkError for a device, a
+        library or a plan that does not fit.
         """
         self.geometry = g = weights.geometry
         self.rows, self.context = rows, context
-        self.kv = KVCache.for_contexts(g, rows, context, chunk, AHEAD)
-        self.pages = self.kv.allocator(rows, blocks_of(context), seed)
+        counts = pages_for_contexts(g, rows, context, chunk, paged_chunk=products is not None, ahead=AHEAD)
+        self.pages = PageAllocator(g, counts, rows, blocks_of(context), seed)
         copy = PackedWeights(weights.slots.to(device), weights.norms.to(device), weights.layout, g)
-        self.runtime = Runtime(library, copy, self.kv.pages, blocks_of(context), context, window_slots)
+        self.runtime = Runtime(library, copy, counts, blocks_of(context), context, window_slots)
         self.programs = Programs(g, rows, plan)
         self.programs.get(bucket_for(1))  # a plan that cannot run is refused here, not in the middle of a decode
         self.program: Program | None = None
-        self._prefill = TorchPrefill(weights, self.kv, "kernel", chunk)
+        self._prefill: TritonPrefill | HostPrefill
+        if products is None:
+            self._prefill = HostPrefill(weights, self.runtime, counts, chunk)
+        else:
+            pools = {kind: self.runtime[f"pool_{kind}"] for kind in KINDS}
+            self._prefill = TritonPrefill(copy, pools, context, min(chunk, context), products)
+            self.runtime.stream.wait_stream(torch.cuda.current_stream())  # which clears its buffers
         self._sampled = [0] * rows
 
     def prefill(self, row: int, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        logits = self._prefill.run(self.pages, row, tokens)
-        for kind in KINDS:
-            pool = self.kv.pools[kind]
-            for page in self.pages.table[kind][row]:
-                for index in range(len(kv_layers(self.geometry, kind)) if page >= 0 else 0):
-                    k, v = (torch.from_numpy(pool[page, index, :, which]) for which in (0, 1))
-                    self.runtime.write_pages(kind, int(page), index, k, v)
-        return logits
+        with torch.cuda.stream(self.runtime.stream):  # in turn with steps, which read the same pages
+            return self._prefill.run(self.pages, row, tokens)
 
     def step(
         self, tokens: Sequence[int] | None, keys: Sequence[int], sampling: Sequence[SamplingParams]

@@ -32,6 +32,7 @@ from mk.sampling import SamplingParams, sample_row
 from mk.schedule.lower import Program
 from mk.step_params import MAX_ROWS
 from mk.threads import threads_for
+from prefill.interpreted import InterpretedPrefill
 from prefill.torch_prefill import TorchPrefill
 
 Logits = npt.NDArray[np.float32]
@@ -80,17 +81,22 @@ class MachineEngine:
         chunk: int = 512,
         seed: int = 0,
         router: Router | None = None,
+        prefill: str = "torch",
     ) -> None:
-        """`seed` orders both the interleaving of the SMs and the pages that are handed out."""
+        """`seed` orders both the interleaving of the SMs and the pages handed out. prefill: torch, triton."""
         self.geometry = g = weights.geometry
         self.rows, self.context = rows, context
-        self.kv = KVCache.for_contexts(g, rows, context, chunk)
+        self.kv = KVCache.for_contexts(g, rows, context, chunk, paged_chunk=prefill == "triton")
         self.pages = self.kv.allocator(rows, blocks_of(context), seed)
         self.machine = Machine(weights, self.kv, numerics, seed, router)
         self.programs = Programs(g, rows, plan)
         self.programs.get(bucket_for(1))  # a plan that cannot run is refused here, not in the middle of a decode
         self.program: Program | None = None
-        self._prefill = TorchPrefill(weights, self.kv, numerics, chunk)
+        self._prefill: TorchPrefill | InterpretedPrefill
+        if prefill == "triton":
+            self._prefill = InterpretedPrefill(weights, self.kv, context, numerics, chunk)
+        else:
+            self._prefill = TorchPrefill(weights, self.kv, numerics, chunk)
 
     def prefill(self, row: int, tokens: Sequence[int]) -> Logits:
         return self._prefill.run(self.pages, row, tokens)
@@ -265,6 +271,7 @@ def make_engine(
         config.prefill.chunk,
         config.gpu.interleaving_seed or 0,
         router,
+        config.prefill.name,
     )
 
 
@@ -277,4 +284,13 @@ def _cuda_engine(
         plan = dataclasses.replace(plan, n_sm=DeviceFacts.read().sms)
     library = build(model.geometry, plan.splits)
     window = config.engine.ring.window_kb * 1024 // SLOT_BYTES
-    return CudaEngine(model.packed(progress), library, plan, rows, context, config.prefill.chunk, window_slots=window)
+    return CudaEngine(
+        model.packed(progress),
+        library,
+        plan,
+        rows,
+        context,
+        config.prefill.chunk,
+        window_slots=window,
+        products=config.prefill.products,
+    )

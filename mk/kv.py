@@ -37,6 +37,27 @@ def first_visible(keys: int, window: int | None) -> int:
     return 0 if window is None else max(0, keys - window)
 
 
+def pages_for_contexts(
+    geometry: Geometry, slots: int, keys: int, chunk: int = 0, paged_chunk: bool = False, ahead: int = 0
+) -> dict[str, int]:
+    """Pages of each kind for `slots` sequences of `keys` tokens, prompts coming in chunks of at most `chunk` tokens.
+
+    ahead: decode steps that are queued before the window's first pages are given back.
+
+    A window that straddles blocks has one page more than it fills. While a chunk is computed, its own pages stand
+    beside those of the window before it: of the chunk or of its last window, whichever is less, and for one slot at a
+    time; or, `paged_chunk`, of all of a chunk that any number of slots may share.
+    """
+    full = blocks_of(keys)
+    window = min(full, blocks_of(geometry.window_keys + ahead) + 1) if geometry.sliding_layers else 0
+    in_flight = min(window, blocks_of(chunk) + 1) if chunk else 0
+    sliding = slots * window + in_flight
+    if paged_chunk and window:
+        straddled = slots  # the piece of every slot may begin and end inside a block
+        sliding = min(slots * full, slots * window + blocks_of(chunk) + straddled)
+    return {"full": slots * full, "sliding": sliding}
+
+
 class PageTable:
     """Physical page of every block of every batch slot: `table[kind]` is int32 [slots, max_blocks].
 
@@ -82,11 +103,12 @@ class PageAllocator:
             self.free_pages[kind] = order[::-1].tolist()  # popped from the end
         self._end = {kind: [0] * self.slots for kind in KINDS}  # blocks that were ever given to the slot
 
-    def reserve(self, slot: int, keys: int) -> None:
+    def reserve(self, slot: int, keys: int, since: int | None = None) -> None:
         """Room for the first `keys` tokens of a slot's sequence.
 
-        A sliding layer gets no page for blocks that no query from the last of these tokens on can see. All or nothing:
-        raises MkError naming the slot, what it needs and what is free, with the table unchanged.
+        A sliding layer gets no page for blocks that no query at position `since` (by default the last token) or later
+        can see. All or nothing: raises MkError naming the slot, what it needs and what is free, with the table
+        unchanged.
         """
         end = blocks_of(keys)
         if end > self.max_blocks:
@@ -96,7 +118,8 @@ class PageAllocator:
             if not kv_layers(self.geometry, kind):
                 continue
             window = self.geometry.window_keys if kind == "sliding" else None
-            wanted[kind] = range(max(self._end[kind][slot], first_visible(keys, window) // PAGE), end)
+            seen = first_visible(keys if since is None else since + 1, window) // PAGE
+            wanted[kind] = range(max(self._end[kind][slot], seen), end)
             free = len(self.free_pages[kind])
             if len(wanted[kind]) > free:
                 raise MkError(
@@ -158,19 +181,12 @@ class KVCache:
         }
 
     @classmethod
-    def for_contexts(cls, geometry: Geometry, slots: int, keys: int, chunk: int = 0, ahead: int = 0) -> KVCache:
-        """Enough pages for `slots` sequences of `keys` tokens, prompts coming in chunks of at most `chunk` tokens.
-
-        ahead: steps that are queued before the window's first pages are given back.
-
-        A window that straddles blocks has one page more than it fills. While a chunk is computed, its own pages stand
-        beside those of the window before it: of the chunk or of its last window, whichever is less, and for one slot
-        at a time.
-        """
-        full = blocks_of(keys)
-        window = min(full, blocks_of(geometry.window_keys + ahead) + 1) if geometry.sliding_layers else 0
-        in_flight = min(window, blocks_of(chunk) + 1) if chunk else 0
-        return cls(geometry, slots * full, slots * window + in_flight)
+    def for_contexts(
+        cls, geometry: Geometry, slots: int, keys: int, chunk: int = 0, paged_chunk: bool = False, ahead: int = 0
+    ) -> KVCache:
+        """The pages that `pages_for_contexts` counts."""
+        pages = pages_for_contexts(geometry, slots, keys, chunk, paged_chunk, ahead)
+        return cls(geometry, pages["full"], pages["sliding"])
 
     def allocator(self, slots: int, max_blocks: int, seed: int | None = None) -> PageAllocator:
         """An allocator of all of these pages."""

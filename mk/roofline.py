@@ -1,4 +1,4 @@
-"""The bytes that a decode step cannot do without, and what they make of a measured time."""
+"""The bytes that a decode step, and the operations that a prefill, cannot do without."""
 
 from __future__ import annotations
 
@@ -53,3 +53,32 @@ def uniform_experts(geometry: Geometry, rows: int) -> float:
     """Distinct experts that `rows` rows touch in a layer on average when each draws its top_k uniformly."""
     g = geometry
     return g.experts * (1 - (1 - g.top_k / g.experts) ** rows)
+
+
+def active_parameters(geometry: Geometry) -> int:
+    """Weights that one token is multiplied with in the layers, without the head."""
+    g, tiles = geometry, tile_rules(geometry).matrices
+
+    def size(*names: str) -> int:
+        return sum(tiles[name].rows * tiles[name].k for name in names if name in tiles)
+
+    sparse = len(g.sparse_layers) * (size("router") + g.top_k * size("up", "down"))
+    return g.layers * size("qkv", "o") + len(g.dense_layers) * size("dense_up", "dense_down") + sparse
+
+
+def visible_pairs(keys: int, window: int | None) -> int:
+    """(query, key) pairs of causal attention over `keys` tokens; window: keys a query sees, its own too."""
+    if window is None or window >= keys:
+        return keys * (keys + 1) // 2
+    return window * (window + 1) // 2 + (keys - window) * window
+
+
+def prefill_flop(geometry: Geometry, prompts: Sequence[int]) -> float:
+    """Operations of prefilling prompts of these lengths: 2 a weight and token, 4 a pair and dim; one head each."""
+    g = geometry
+    pairs = sum(
+        len(g.full_layers) * visible_pairs(n, None) + len(g.sliding_layers) * visible_pairs(n, g.window_keys)
+        for n in prompts
+    )
+    head = len(prompts) * g.vocab * g.hidden
+    return 2.0 * (active_parameters(g) * sum(prompts) + head) + 4.0 * g.q_width * pairs

@@ -53,7 +53,7 @@ class Row:
     tok_s: float | None = None  # decoded tokens a second, all rows together
     schedule_hash: str | None = None  # of the program that ran last; decode_throughput: that was checked and timed
     distinct_experts: float | None = None  # that a sparse layer touched in a step, mean over layers and steps
-    p50_ms: float | None = None  # of a decode step, by device timestamps; so are p10 and p90
+    p50_ms: float | None = None  # of a decode step, a prefill or a kernel, by device timestamps; so are p10 and p90
     p10_ms: float | None = None
     p90_ms: float | None = None
     wall_ms: float | None = None  # of the loop, by the host's clock, divided by its steps
@@ -64,6 +64,14 @@ class Row:
     fixed_us_per_layer: float | None = None  # p50 beyond bytes / measured bandwidth, by layers
     logits_error: float | None = None  # median relative distance from the float32 reference, replayed expert ids
     logits_error_bf16: float | None = None  # the same of the reference in bfloat16: the noise floor
+    prompt_tokens: int | None = None  # prefilled in one call, all prompts together
+    prefill_tok_s: float | None = None  # prompt_tokens / p50
+    ttft_ms: float | None = None  # from the call to the first tokens on the host, median
+    tflop_s: float | None = None  # of prefill, or of one kernel: mk/roofline.py's operations / p50
+    matrix_tflop_s: float | None = None  # of a large bf16 product by torch, in the same run
+    pct_matrix: float | None = None  # tflop_s of matrix_tflop_s
+    kernel: str | None = None  # the one that p50_ms is of
+    tile: str | None = None  # its tile sizes, warps and stages
     equal_tokens: int | None = None  # before the first difference from the oracle of `checks`, all rows together
 
     def __post_init__(self) -> None:

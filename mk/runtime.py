@@ -54,6 +54,16 @@ def pack_values(v: torch.Tensor) -> torch.Tensor:
     return v.transpose(-1, -2).unflatten(-1, (2, 32)).unflatten(-3, (8, 16)).transpose(-3, -2).flatten(-4)
 
 
+def unpack_keys(packed: torch.Tensor) -> torch.Tensor:
+    """The inverse of `pack_keys`: [..., 8192] to [..., 64, 128]."""
+    return packed.unflatten(-1, (4, 4, 16, 32)).transpose(-3, -2).flatten(-2).flatten(-3, -2)
+
+
+def unpack_values(packed: torch.Tensor) -> torch.Tensor:
+    """The inverse of `pack_values`: [..., 8192] to [..., 64, 128]."""
+    return packed.unflatten(-1, (8, 2, 16, 32)).transpose(-3, -2).flatten(-2).flatten(-3, -2).transpose(-1, -2)
+
+
 class Runtime:
     """One model on one device: `load` a program, `set_tables`, `set_sequences`, then `launch` steps.
 

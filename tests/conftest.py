@@ -15,6 +15,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # before torch is imported: the models here are so small that threads mostly wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import prefill  # noqa: F401 (it chooses Triton's interpreter, before a test imports Triton)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]

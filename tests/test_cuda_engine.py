@@ -41,7 +41,7 @@ def test_a_prompt_lies_in_the_pools_as_the_kernel_streams_it(engine: CudaEngine)
     engine.prefill(1, PROMPT)
     seen = 0
     for kind in KINDS:
-        device, host = engine.runtime[f"pool_{kind}"], engine.kv.pools[kind]
+        device, host = engine.runtime[f"pool_{kind}"], engine._prefill.kv.pools[kind]
         for page in engine.pages.table[kind][1]:
             for index in range(len(kv_layers(GEOMETRY, kind)) if page >= 0 else 0):
                 k, v = (torch.from_numpy(host[page, index, :, which]).bfloat16() for which in (0, 1))

@@ -1,0 +1,206 @@
+"""Time prefill in Triton: prompts alone and packed, after checking it on the same weights against the reference.
+
+The rate counts 2 operations an active weight and token and 4 a visible (query, key) pair and dim, and stands beside
+that of a large product by torch in the same run. TTFT is by the host's clock, from the call to the first tokens on the
+host.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.device_weights import open_weights, pack
+from experiments.kernel_checks import NOISE_RATIO, consult, relative_error, same_bits
+from experiments.prefill_tiles import matrix_tflop_s
+from mk.config import Config
+from mk.device import DeviceFacts
+from mk.errors import MkError
+from mk.kv import KINDS, PageAllocator, blocks_of, kv_layers, pages_for_contexts
+from mk.model.packing import PackedWeights
+from mk.model.tensors import WeightSource
+from mk.roofline import prefill_flop
+from mk.rows import Row
+from mk.runs import RunFolder
+from mk.step_params import KV_BLOCK
+from prefill.chunks import Prompt
+from prefill.triton_prefill import TritonPrefill
+
+DEVICE = torch.device("cuda")
+SHORT = 17  # tokens of a prompt that the checked one is packed with, and where that is cut
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Milliseconds of the timed calls: by device timestamps, and by the host's clock until the tokens are there."""
+
+    device: list[float]
+    host: list[float]
+
+
+class Bench:
+    """Prefill with pages for a number of prompts of one length, all of them NaN before."""
+
+    def __init__(self, cfg: Config, weights: PackedWeights) -> None:
+        self.cfg, self.weights, self.geometry = cfg, weights, weights.geometry
+
+    def open(self, slots: int, length: int, chunk: int | None = None) -> tuple[TritonPrefill, PageAllocator]:
+        g = self.geometry
+        chunk = min(chunk or self.cfg.prefill.chunk, slots * length)
+        counts = pages_for_contexts(g, slots, length, chunk, paged_chunk=True)
+        pools = {
+            kind: torch.full(
+                (max(1, counts[kind]), max(1, len(kv_layers(g, kind))), g.kv_heads, 2, KV_BLOCK),
+                torch.nan,
+                dtype=torch.bfloat16,
+                device=DEVICE,
+            )
+            for kind in KINDS
+        }
+        prefill = TritonPrefill(self.weights, pools, length, chunk, self.cfg.prefill.products or "packed")
+        return prefill, PageAllocator(g, counts, slots, blocks_of(length), seed=0)
+
+    def tokens(self, length: int, seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        tokens: list[int] = torch.randint(self.geometry.vocab, (length,), generator=generator).tolist()
+        return tokens
+
+    def measure(self, slots: int, length: int) -> Timing:
+        """Of calls with fresh pages each; the first, which compiles, is not counted."""
+        settings = self.cfg.experiment
+        prefill, pages = self.open(slots, length)
+        prompts = [Prompt(slot, self.tokens(length, slot)) for slot in range(slots)]
+        timing = Timing([], [])
+        for repeat in range(settings.repeats + 1):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            begin.record()
+            logits = prefill.forward(pages, prompts)
+            end.record()
+            best = logits.max(-1)
+            finite = best.values.isfinite().all().item()  # and so the tokens are on the host
+            host = (time.perf_counter() - started) * 1e3
+            for slot in range(slots):
+                pages.free(slot)
+            if not finite:
+                raise MkError(f"{slots} x {length} tokens: a logit is not finite")
+            if repeat:
+                timing.device.append(begin.elapsed_time(end))
+                timing.host.append(host)
+            if sum(timing.host) > settings.time_limit_s * 1e3:
+                break
+        return timing
+
+
+def main(cfg: Config) -> int:
+    """Exit status 0; whatever is wrong is an MkError."""
+    if cfg.prefill.name != "triton":
+        raise MkError(f"prefill_throughput times Triton's, not prefill={cfg.prefill.name}", hint="prefill=triton")
+    if not torch.cuda.is_available():
+        hint = "experiment=quickstart prefill=triton runs the same kernels in Triton's interpreter"
+        raise MkError("prefill_throughput needs a GPU, and torch sees none here", hint=hint)
+    DeviceFacts.read().require(cfg.gpu)
+    settings, source = cfg.experiment, open_weights(cfg, DEVICE)
+    bench = Bench(cfg, pack(source, DEVICE))
+    with RunFolder.create(cfg) as run:
+        checks, error = check(bench, source, settings.check_tokens)
+        matrix = matrix_tflop_s(DEVICE)
+        print(f"torch's bf16 product: {matrix:.0f} TFLOP/s\n{_line(*COLUMNS)}", flush=True)
+        for rows, length in [(1, n) for n in settings.lengths] + [(settings.packed_rows, n) for n in settings.packed]:
+            row = _row(bench, run, rows, length, bench.measure(rows, length), matrix, checks, error)
+            run.append_row(row)
+            print(_cells(row), flush=True)
+        print(f"run folder: {run.path}")
+    return 0
+
+
+def check(bench: Bench, source: WeightSource, length: int) -> tuple[dict[str, bool], tuple[float, float]]:
+    """Verdicts, and the relative distance of the last logits from float32, of prefill and of bfloat16's reference.
+
+    Expert ids are replayed for the distance. The bits must be those of the prompt alone also beside another, in other
+    pages, cut elsewhere and continued; products=torch does not promise that, so its verdict is left out. Raises MkError
+    when one fails.
+    """
+    started, tokens = time.perf_counter(), bench.tokens(length, seed=1)
+    oracle = consult(source, torch.tensor(tokens), DEVICE)
+    print(f"reference of {length} tokens in {time.perf_counter() - started:.1f} s", flush=True)
+    ids = oracle.ids.transpose(0, 1).contiguous()
+    prefill, pages = bench.open(1, length)
+    logits = prefill.forward(pages, [Prompt(0, tokens)], ids)
+    error, noise = relative_error(logits, oracle.logits[-1:])[1], relative_error(oracle.logits_bf16, oracle.logits)[1]
+    print(f"last logits off float32: prefill {error:.2e}, bfloat16 at most {noise:.2e}", flush=True)
+    checks = {"logits_within_noise": error <= NOISE_RATIO * noise}
+    pages.free(0)
+    alone = prefill.forward(pages, [Prompt(0, tokens)])
+    if bench.cfg.prefill.products == "packed":
+        checks["bits_packed"] = same_bits(_packed(bench, tokens), alone[0])
+        checks["bits_continued"] = same_bits(_continued(bench, tokens), alone[0])
+    failed = [name for name, passed in checks.items() if not passed]
+    if failed:
+        raise MkError(f"prefill failed {', '.join(failed)}", hint="no row is written for a prefill that is wrong")
+    return checks, (error, noise)
+
+
+def _packed(bench: Bench, tokens: list[int]) -> Tensor:
+    """Logits [vocab] after the tokens beside a short prompt, chunks ending inside of both."""
+    prefill, pages = bench.open(2, len(tokens), chunk=len(tokens) // 2 + 5)
+    return prefill.forward(pages, [Prompt(1, bench.tokens(SHORT, seed=2)), Prompt(0, tokens)])[1]
+
+
+def _continued(bench: Bench, tokens: list[int]) -> Tensor:
+    """Logits [vocab] of a second call that continues a first."""
+    prefill, pages = bench.open(1, len(tokens))
+    cut = min(SHORT, len(tokens) - 1)
+    prefill.forward(pages, [Prompt(0, tokens[:cut])])
+    return prefill.forward(pages, [Prompt(0, tokens[cut:], cut)])[0]
+
+
+def _row(
+    bench: Bench,
+    run: RunFolder,
+    rows: int,
+    length: int,
+    timing: Timing,
+    matrix: float,
+    checks: dict[str, bool],
+    error: tuple[float, float],
+) -> Row:
+    p10, p50, p90 = (float(np.percentile(timing.device, p)) for p in (10, 50, 90))
+    rate = prefill_flop(bench.geometry, [length] * rows) / (p50 * 1e9)
+    return run.row(
+        engine="cuda",
+        dtype="bfloat16",
+        batch=rows,
+        context=[length] * rows,
+        checks=checks,
+        prompt_tokens=rows * length,
+        p10_ms=p10,
+        p50_ms=p50,
+        p90_ms=p90,
+        ttft_ms=float(np.median(timing.host)),
+        steps=len(timing.device),
+        prefill_tok_s=rows * length / p50 * 1e3,
+        tflop_s=rate,
+        matrix_tflop_s=matrix,
+        pct_matrix=100 * rate / matrix,
+        logits_error=error[0],
+        logits_error_bf16=error[1],
+    )
+
+
+COLUMNS = ("prompts", "tokens each", "p50 ms", "TTFT ms", "tokens/s", "TFLOP/s", "% of torch", "calls")
+
+
+def _cells(row: Row) -> str:
+    figures = (row.p50_ms, row.ttft_ms, row.prefill_tok_s, row.tflop_s, row.pct_matrix)
+    shown = [f"{figure:.1f}" for figure in figures if figure is not None]
+    return _line(str(row.batch), str(row.context[0]), *shown, str(row.steps))
+
+
+def _line(*cells: str) -> str:
+    return "  ".join(cell.rjust(max(9, len(name))) for cell, name in zip(cells, COLUMNS, strict=True))

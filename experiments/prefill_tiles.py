@@ -1,0 +1,221 @@
+"""Time the prefill's heavy kernels one by one, each with several tile sizes, beside a plain product by torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from experiments.device_weights import open_weights, pack
+from mk.config import Config
+from mk.device import DeviceFacts
+from mk.errors import MkError
+from mk.kv import KINDS, PageAllocator, blocks_of, kv_layers
+from mk.model.geometry import Geometry
+from mk.model.packing import PackedWeights
+from mk.roofline import visible_pairs
+from mk.rows import Row
+from mk.runs import RunFolder
+from mk.step_params import KV_BLOCK
+from mk.validation import require_one_of
+from prefill.chunks import Piece, Prompt, token_tiles
+from prefill.tiles import HOPPER, AttentionTile, ProductTile, Tiles
+from prefill.triton_prefill import TritonPrefill
+
+DEVICE = torch.device("cuda")
+WARMUP = 3  # launches, the first of which compiles
+MATRIX = 8192  # rows, columns and k of torch's product
+PLAIN = (
+    ProductTile(128, 256, 64, warps=8, stages=4),
+    ProductTile(128, 256, 64, warps=8, stages=3),
+    ProductTile(128, 256, 64, warps=8, stages=4, group=16),
+    ProductTile(128, 128, 64, warps=4, stages=3),
+    ProductTile(256, 128, 64, warps=8, stages=4),
+    None,  # unpacked for torch's product
+)
+EXPERTS = (
+    ProductTile(128, 256, 64, warps=8, stages=4, tail=64),
+    ProductTile(128, 256, 64, warps=8, stages=4),
+    ProductTile(128, 256, 64, warps=8, stages=3, tail=64),
+    ProductTile(128, 256, 64, warps=8, stages=4, group=16, tail=64),
+    ProductTile(128, 128, 64, warps=4, stages=3, tail=64),
+    ProductTile(128, 128, 64, warps=8, stages=3, tail=64),
+    ProductTile(64, 256, 64, warps=4, stages=3),
+)
+ATTENTIONS = (
+    AttentionTile(16, 64, warps=8, stages=3),
+    AttentionTile(16, 64, warps=8, stages=2),
+    AttentionTile(16, 128, warps=8, stages=2),
+    AttentionTile(8, 64, warps=4, stages=2),
+    AttentionTile(16, 64, warps=4, stages=3),
+    AttentionTile(32, 64, warps=8, stages=2),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A kernel to be timed, the tiles it can have, and its operations."""
+
+    kernel: str
+    tiles: Sequence[ProductTile | AttentionTile | None]
+    field: tuple[str, ...]  # of `Tiles` that the tile goes to
+    flop: float
+    launch: Callable[[], None]
+
+
+def main(cfg: Config) -> int:
+    """Exit status 0; whatever is wrong is an MkError."""
+    for kernel in cfg.experiment.kernels:
+        require_one_of("experiment.kernels", kernel, ("qkv", "o", "up", "down", "attention_full", "attention_sliding"))
+    if not torch.cuda.is_available():
+        raise MkError("prefill_tiles needs a GPU, and torch sees none here")
+    DeviceFacts.read().require(cfg.gpu)
+    weights = pack(open_weights(cfg, DEVICE), DEVICE)
+    matrix = matrix_tflop_s(DEVICE)
+    print(f"torch's product of {MATRIX} cubed: {matrix:.0f} TFLOP/s\n{_line(*COLUMNS)}", flush=True)
+    with RunFolder.create(cfg) as run:
+        for kernel, tile, times, flop in sweep(cfg, weights):
+            p10, p50, p90 = (float(np.percentile(times, p)) for p in (10, 50, 90))
+            rate = flop / (p50 * 1e9)
+            row = _row(cfg, run, kernel, tile, (p10, p50, p90), rate, matrix)
+            run.append_row(row)
+            print(_line(kernel, tile, f"{p50 * 1e3:.1f}", f"{rate:.0f}", f"{100 * rate / matrix:.1f}"), flush=True)
+        print(f"run folder: {run.path}")
+    return 0
+
+
+def sweep(cfg: Config, weights: PackedWeights) -> Iterator[tuple[str, str, list[float], float]]:
+    """(kernel, tile, milliseconds of its launches, its operations), until the time is up."""
+    settings, g = cfg.experiment, weights.geometry
+    tokens, blocks, started = settings.tokens, blocks_of(settings.tokens), time.perf_counter()
+    shape = {kind: (blocks, max(1, len(kv_layers(g, kind))), g.kv_heads, 2, KV_BLOCK) for kind in KINDS}
+    pools = {kind: torch.zeros(shape[kind], dtype=torch.bfloat16, device=DEVICE) for kind in KINDS}
+    prefill = TritonPrefill(weights, pools, tokens, tokens, products="torch")  # which brings the scratch for that
+    ids = torch.randint(g.vocab, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    pages = PageAllocator(g, dict.fromkeys(KINDS, blocks), 1, blocks, seed=0)
+    pages.reserve(0, tokens, since=0)
+    tables = {kind: torch.from_numpy(pages.table[kind]).short().to(DEVICE) for kind in KINDS}
+    prefill.forward(pages, [Prompt(0, ids)])  # real activations, and a routing
+    for case in _cases(g, tokens, prefill, tables):
+        if case.kernel not in settings.kernels:
+            continue
+        for tile in case.tiles:
+            if time.perf_counter() - started > settings.time_limit_s:
+                print("the time is up", flush=True)
+                return
+            prefill.launch.products = "torch" if tile is None else "packed"
+            prefill.launch.tiles = _with(case, tile)
+            if case.kernel in ("up", "down"):
+                prefill.launch.route(g.sparse_layers[0], None)
+            try:
+                times = milliseconds(case.launch, settings.repeats)
+            except Exception as error:  # a tile that does not fit says so, and the next one is tried
+                print(f"{case.kernel} {_name(tile)}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+                continue
+            yield case.kernel, _name(tile), times, case.flop
+        prefill.launch.tiles = HOPPER
+
+
+def _with(case: Case, tile: ProductTile | AttentionTile | None) -> Tiles:
+    """The tiles with the case's own exchanged. The row tiles of up and down have one height."""
+    if tile is None:
+        return HOPPER
+    tiles = dataclasses.replace(HOPPER, **dict.fromkeys(case.field, tile))
+    if isinstance(tile, ProductTile) and case.kernel in ("up", "down"):
+        up, down = (dataclasses.replace(t, m=tile.m, tail=min(t.tail, tile.m // 2)) for t in (tiles.up, tiles.down))
+        tiles = dataclasses.replace(tiles, up=up, down=down, large_rows=0)
+    return tiles
+
+
+def _cases(g: Geometry, tokens: int, prefill: TritonPrefill, tables: dict[str, torch.Tensor]) -> list[Case]:
+    launch = prefill.launch
+    sparse = g.sparse_layers[0]
+
+    def plain(kernel: str, n: int, k: int, launched: Callable[[], None]) -> Case:
+        return Case(kernel, PLAIN, ("large", "small"), 2.0 * tokens * n * k, launched)
+
+    def experts(kernel: str, n: int, k: int, launched: Callable[[], None]) -> Case:
+        return Case(kernel, EXPERTS, (kernel,), 2.0 * tokens * g.top_k * n * k, launched)
+
+    def attention(kind: str) -> Case:
+        layer = next(i for i in reversed(range(g.layers)) if g.layer_kinds[i] == kind)
+        window = g.window_keys if kind == "sliding" else None
+
+        def launched() -> None:
+            tiles = rows_of[launch.tiles.attention.tokens]
+            launch.attention(layer, prefill.rope, prefill.pools[kind], tables[kind], tiles)
+
+        return Case(
+            f"attention_{kind}", ATTENTIONS, ("attention",), 4.0 * g.q_width * visible_pairs(tokens, window), launched
+        )
+
+    pieces = [Piece(0, 0, 0, tokens, True)]
+    rows_of = {n: torch.from_numpy(token_tiles(pieces, n)).to(DEVICE) for n in {tile.tokens for tile in ATTENTIONS}}
+    return [
+        experts("up", 2 * g.expert_ffn, g.hidden, lambda: launch.up(sparse)),
+        experts("down", g.hidden, g.expert_ffn, lambda: launch.down(sparse)),
+        attention("full"),
+        attention("sliding"),
+        plain("qkv", g.qkv_rows, g.hidden, lambda: launch.qkv(sparse)),
+        plain("o", g.hidden, g.q_width, lambda: launch.o(sparse)),
+    ]
+
+
+def milliseconds(launch: Callable[[], object], repeats: int) -> list[float]:
+    """Device times of launches in a row, after some that are not counted."""
+    for _ in range(WARMUP):
+        launch()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        launch()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+
+
+def matrix_tflop_s(device: torch.device, size: int = MATRIX) -> float:
+    """The rate of torch's bf16 product of two square matrices of noise."""
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    return 2.0 * size**3 / (float(np.median(milliseconds(lambda: a @ b, 20))) * 1e9)
+
+
+def _row(
+    cfg: Config, run: RunFolder, kernel: str, tile: str, ms: tuple[float, float, float], rate: float, matrix: float
+) -> Row:
+    return run.row(
+        engine="cuda",
+        dtype="bfloat16",
+        batch=1,
+        context=[cfg.experiment.tokens],
+        checks={},
+        prompt_tokens=cfg.experiment.tokens,
+        p10_ms=ms[0],
+        p50_ms=ms[1],
+        p90_ms=ms[2],
+        tflop_s=rate,
+        matrix_tflop_s=matrix,
+        pct_matrix=100 * rate / matrix,
+        kernel=kernel,
+        tile=tile,
+    )
+
+
+COLUMNS = ("kernel", "tile", "p50 us", "TFLOP/s", "% of torch")
+
+
+def _line(kernel: str, tile: str, *figures: str) -> str:
+    return f"{kernel:18}{tile:32}" + "".join(figure.rjust(12) for figure in figures)
+
+
+def _name(tile: ProductTile | AttentionTile | None) -> str:
+    if tile is None:
+        return "unpacked, torch"
+    if isinstance(tile, AttentionTile):
+        return f"{tile.tokens} tokens x {tile.keys} keys, {tile.warps}w {tile.stages}s"
+    return f"{tile.m}x{tile.n}x{tile.k}, {tile.warps}w {tile.stages}s g{tile.group} t{tile.tail}"

@@ -1,0 +1,55 @@
+"""Triton's prefill on a CPU: it fills pools laid out as a GPU reads them, then the interpreter's pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mk.errors import MkError
+from mk.kv import KINDS, KVCache, PageAllocator, kv_layers
+from mk.model.packing import PackedWeights
+from mk.runtime import unpack_keys, unpack_values
+from mk.step_params import KV_BLOCK
+from prefill.kernels import interpreted
+from prefill.triton_prefill import TritonPrefill
+
+
+class InterpretedPrefill:
+    """Prefills sequences into one KV cache. Triton's interpreter is slow, so a prompt should be short."""
+
+    def __init__(
+        self, weights: PackedWeights, kv: KVCache, positions: int, numerics: str = "float32", chunk: int = 512
+    ) -> None:
+        """numerics: float32, or kernel for bf16 activations. positions: of the longest sequence.
+
+        Raises MkError where Triton's kernels are made for a GPU.
+        """
+        if not interpreted():
+            raise MkError(
+                "prefill=triton on a CPU needs Triton's interpreter, and Triton was imported without it",
+                hint="set TRITON_INTERPRET=1 in the environment, or prefill=torch",
+            )
+        self.kv = kv
+        dtype = torch.bfloat16 if numerics == "kernel" else torch.float32
+        heads = kv.geometry.kv_heads
+        pools = {
+            kind: torch.full((kv.pages[kind], len(kv_layers(kv.geometry, kind)), heads, 2, KV_BLOCK), torch.nan).to(
+                dtype
+            )
+            for kind in KINDS
+        }
+        self._prefill = TritonPrefill(weights, pools, positions, min(chunk, positions))
+
+    def run(self, pages: PageAllocator, slot: int, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Logits after the last token of a prompt for an empty slot, float32 [vocab]. Raises MkError."""
+        logits = self._prefill.run(pages, slot, tokens)
+        for kind, pool in self._prefill.pools.items():
+            held = pages.table[kind][slot]
+            held = held[held >= 0]
+            packed = pool[torch.from_numpy(held).long()].float()
+            self.kv.pools[kind][held, :, :, 0] = unpack_keys(packed[:, :, :, 0]).numpy()
+            self.kv.pools[kind][held, :, :, 1] = unpack_values(packed[:, :, :, 1]).numpy()
+        return logits

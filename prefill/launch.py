@@ -1,0 +1,197 @@
+"""The steps of a layer on a chunk's activations: one method each, which launches the kernels that compute it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from mk.kv import kv_layers
+from mk.model.packing import PackedWeights
+from prefill.activations import Activations
+from prefill.kernels.attention import attention_kernel
+from prefill.kernels.products import product_kernel, unpack_kernel, up_kernel
+from prefill.kernels.residual import embed_kernel, residual_kernel
+from prefill.kernels.rope import append_kernel
+from prefill.kernels.route import route_kernel, sort_kernel
+from prefill.tiles import ProductTile, Tiles
+
+Rope = tuple[Tensor, Tensor]  # cos, sin [positions, 64]
+SCRATCH_BYTES = 64 * 2**20  # of a matrix that is unpacked for torch's product
+# Multiply-adds that are not spelled out stay two roundings, whatever this or that compiler would fuse.
+FIXED: dict[str, Any] = {"enable_fp_fusion": False}
+
+
+class Launcher:
+    """Kernels of one model on activations of up to `chunk` tokens; `embed` says how many there are."""
+
+    def __init__(self, weights: PackedWeights, chunk: int, dtype: torch.dtype, tiles: Tiles, products: str) -> None:
+        self.geometry = weights.geometry
+        self.tiles, self.products = tiles, products
+        self.device = weights.slots.device
+        self.tokens = 0
+        self.acts = Activations.allocate(self.geometry, chunk, dtype, self.device, tiles)
+        self._float32 = dtype == torch.float32 or self.device.type == "cpu"
+        self._norms = weights.norms
+        self._shapes = weights.layout.tiles.matrices
+        self._matrices = {
+            key: weights.slots[entry.first_slot : entry.first_slot + entry.slots].view(-1)
+            for key, entry in weights.layout.entries().items()
+        }
+        scratch = SCRATCH_BYTES // dtype.itemsize if products == "torch" else 0
+        self._scratch = torch.empty(scratch, dtype=dtype, device=self.device)
+
+    # ---- the residual stream ----
+
+    def embed(self, ids: Tensor) -> None:
+        """Residual of the chunk's tokens, ids int32 [tokens], and its norm."""
+        a, self.tokens = self.acts, len(ids)
+        embed_kernel[(triton.cdiv(self.tokens, self.tiles.rows),)](
+            ids, self._matrices["head", None], self._norms[0], a.x, a.normed, self.tokens, **self._rows()
+        )
+
+    def residual(self, layer: int) -> None:
+        """The layer's end: the residual, and its norm for the next layer or the head."""
+        a, g = self.acts, self.geometry
+        residual_kernel[(triton.cdiv(self.tokens, self.tiles.rows),)](
+            a.x, a.attention, a.ffn, a.slot_of, a.weight_of, self._norms[layer + 1], a.normed, self.tokens,
+            CHOICES=0 if g.mlp_kinds[layer] == "dense" else g.top_k, **self._rows(),
+        )  # fmt: skip
+
+    def head(self, rows: Tensor) -> Tensor:
+        """Logits float32 [rows, vocab] of the chunk's rows int64 [rows]."""
+        g = self.geometry
+        x = self.acts.normed.index_select(0, rows)
+        logits = torch.empty(len(rows), g.vocab, dtype=torch.float32, device=self.device)
+        self._packed_product("head", None, x, logits, len(rows), scale=g.logit_scale)
+        return logits
+
+    # ---- attention ----
+
+    def qkv(self, layer: int) -> None:
+        g = self.geometry
+        self._product("qkv", layer, self.acts.normed, self.acts.qkv, rotated=g.q_width + g.kv_width)
+
+    def append(self, layer: int, rope: Rope, pool: Tensor, table: Tensor, tiles: Tensor) -> None:
+        """The new keys and values to their pages."""
+        g = self.geometry
+        same = kv_layers(g, g.layer_kinds[layer])
+        append_kernel[(g.kv_heads, len(tiles))](
+            self.acts.qkv, *rope, pool, table, tiles, same.index(layer), table.shape[1],
+            ROPE=g.rope[layer], LAYERS=len(same), KV_HEADS=g.kv_heads, Q_WIDTH=g.q_width, QKV_STRIDE=g.qkv_rows,
+            TOKENS=self.tiles.attention.tokens, num_warps=4, **FIXED,
+        )  # fmt: skip
+
+    def attention(self, layer: int, rope: Rope, pool: Tensor, table: Tensor, tiles: Tensor) -> None:
+        """Of all tokens, whose keys and values are in their pages."""
+        a, g, tile = self.acts, self.geometry, self.tiles.attention
+        same = kv_layers(g, g.layer_kinds[layer])
+        attention_kernel[(g.kv_heads, len(tiles))](
+            a.qkv, a.heads, *rope, pool, table, tiles, same.index(layer), table.shape[1],
+            ROPE=g.rope[layer], WINDOW=g.window_keys if g.layer_kinds[layer] == "sliding" else 0,
+            LAYERS=len(same), KV_HEADS=g.kv_heads, GROUP=g.group, GROUP_PAD=triton.next_power_of_2(g.group),
+            QKV_STRIDE=g.qkv_rows, OUT_STRIDE=a.heads.shape[1], TOKENS=tile.tokens, KEYS=tile.keys,
+            STAGES=tile.stages, FLOAT32=self._float32, num_warps=tile.warps, **FIXED,
+        )  # fmt: skip
+
+    def o(self, layer: int) -> None:
+        self._product("o", layer, self.acts.heads, self.acts.attention)
+
+    # ---- FFN ----
+
+    def dense(self, layer: int) -> None:
+        tile = self.tiles.product(self.tokens, self._shapes["dense_up"].rows)
+        self._up("dense_up", layer, self.acts.dense_hidden, tile, triton.cdiv(self.tokens, tile.m), experts=0)
+        self._product("dense_down", layer, self.acts.dense_hidden, self.acts.ffn)
+
+    def route(self, layer: int, forced: Tensor | None) -> Tensor:
+        """Choose experts and sort the choices by them; the ids int32 [tokens, top_k], by falling logit."""
+        a, g, tile = self.acts, self.geometry, self.tiles.route
+        blocks, lanes = triton.cdiv(self.tokens, tile.m), a.counts.shape[1]
+        route_kernel[(blocks,)](
+            a.normed, self._matrices["router", layer], a.expert_ids if forced is None else forced,
+            a.expert_ids, a.expert_weights, a.counts, self.tokens,
+            N=g.experts, LANES=lanes, TOP_K=g.top_k, K=a.normed.shape[1], FORCED=forced is not None, TOKENS=tile.m,
+            BLOCK_K=tile.k, STAGES=tile.stages, FLOAT32=self._float32, num_warps=tile.warps, **FIXED,
+        )  # fmt: skip
+        sort_kernel[(blocks,)](
+            a.expert_ids, a.expert_weights, a.counts, a.token_of, a.slot_of, a.weight_of, a.row_tiles, a.n_tiles,
+            self.tokens, blocks, self._most_tiles(),
+            LANES=lanes, TOP_K=g.top_k, TOKENS=tile.m, BLOCKS=32, ENTRIES=32, BLOCK_M=self._expert_tiles()[0].m,
+            num_warps=8, **FIXED,
+        )  # fmt: skip
+        return a.expert_ids[: self.tokens]
+
+    def up(self, layer: int) -> None:
+        """Up/gate of the sorted rows."""
+        tile = self._expert_tiles()[0]
+        self._up("up", layer, self.acts.expert_hidden, tile, self._most_tiles(), self.geometry.experts)
+
+    def down(self, layer: int) -> None:
+        """Down of the sorted rows; `residual` adds a token's rows up."""
+        a, g, shape, tile = self.acts, self.geometry, self._shapes["down"], self._expert_tiles()[1]
+        product_kernel[(self._most_tiles() * triton.cdiv(g.hidden, tile.n),)](
+            a.expert_hidden, self._matrices["down", layer], a.ffn, a.row_tiles, a.n_tiles, 0,
+            OUT_STRIDE=g.hidden, EXPERTS=g.experts, EXPERT_STRIDE=shape.padded_rows * shape.padded_k, N=shape.rows,
+            K=shape.padded_k, ROTATED=0, SCALE=1.0, **self._tile(tile),
+        )  # fmt: skip
+
+    # ---- products ----
+
+    def _product(self, name: str, layer: int, x: Tensor, out: Tensor, rotated: int = 0) -> None:
+        """out [chunk, rows] = x times the matrix; torch's product where it is wanted and the scratch suffices."""
+        rows, k, n = self._shapes[name].rows, self._shapes[name].padded_k, self.tokens
+        if self.products == "packed" or rows * k > self._scratch.numel():
+            self._packed_product(name, layer, x, out, n, rotated)
+            return
+        matrix = self._scratch[: rows * k].view(rows, k)
+        unpack_kernel[(triton.cdiv(rows, 16), k // 256)](
+            self._matrices[name, layer], matrix, N=rows, K=k, ROTATED=rotated, ROWS=16, BLOCK_K=256, **FIXED
+        )
+        torch.matmul(x[:n], matrix.T, out=out[:n])
+
+    def _packed_product(
+        self, name: str, layer: int | None, x: Tensor, out: Tensor, rows: int, rotated: int = 0, scale: float = 1.0
+    ) -> None:
+        a, columns = self.acts, self._shapes[name].rows
+        tile = self.tiles.product(rows, columns)
+        product_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(columns, tile.n),)](
+            x, self._matrices[name, layer], out, a.row_tiles, a.n_tiles, rows,
+            OUT_STRIDE=out.shape[1], EXPERTS=0, EXPERT_STRIDE=0, N=columns, K=x.shape[1],
+            ROTATED=rotated, SCALE=scale, **self._tile(tile),
+        )  # fmt: skip
+
+    def _up(self, name: str, layer: int, out: Tensor, tile: ProductTile, tiles_m: int, experts: int) -> None:
+        a, shape = self.acts, self._shapes[name]
+        up_kernel[(tiles_m * triton.cdiv(shape.rows, tile.n),)](
+            a.normed, self._matrices[name, layer], out, a.row_tiles, a.n_tiles, a.token_of, self.tokens,
+            EXPERTS=experts, EXPERT_STRIDE=shape.padded_rows * shape.padded_k, FFN=shape.rows // 2,
+            OUT_STRIDE=out.shape[1], K=shape.padded_k, **self._tile(tile),
+        )  # fmt: skip
+
+    def _tile(self, tile: ProductTile) -> dict[str, Any]:
+        return {**tile.launch(), **FIXED, "FLOAT32": self._float32}
+
+    def _rows(self) -> dict[str, Any]:
+        """Of kernels that own whole rows of the residual."""
+        width = self.acts.x.shape[1]
+        return {
+            "HIDDEN": self.geometry.hidden,
+            "WIDTH": width,
+            "COLUMNS": triton.next_power_of_2(width),
+            "EPS": self.geometry.rms_eps,
+            "TOKENS": self.tiles.rows,
+            "num_warps": 8,
+            **FIXED,
+        }
+
+    def _expert_tiles(self) -> tuple[ProductTile, ProductTile]:
+        """(up, down) for this many tokens."""
+        return self.tiles.experts(self.tokens * self.geometry.top_k, self.geometry.experts)
+
+    def _most_tiles(self) -> int:
+        """Row tiles that the experts can have at most: each expert's last one may be cut short."""
+        g, pairs = self.geometry, self.tokens * self.geometry.top_k
+        return min(pairs, triton.cdiv(pairs, self._expert_tiles()[0].m) + g.experts)

@@ -1,0 +1,136 @@
+"""Prefill's operations and the two experiments that time it, on a stand-in for the card that runs nano's kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments import prefill_throughput, prefill_tiles
+from experiments.kernel_checks import Oracle
+from mk.compose import load_config
+from mk.errors import MkError
+from mk.model.geometry import PRESETS
+from mk.roofline import active_parameters, prefill_flop, visible_pairs
+from mk.rows import Row, read_rows
+from prefill.tiles import INTERPRETED, AttentionTile, ProductTile
+from prefill.triton_prefill import TritonPrefill
+from tests.device_rig import FakeLibrary, fake_device
+from tests.prefill_rig import needs_interpreter
+
+__all__ = ["fake_device"]
+
+FULL = PRESETS["north_mini_code"]
+MODEL = ["model=nano", "weights=checkpoint"]
+
+
+def test_pairs_and_operations_of_the_full_model() -> None:
+    for keys, window in ((1, None), (9, None), (9, 4), (4, 4), (9, 100)):
+        seen = sum(min(position + 1, window or keys) for position in range(keys))
+        assert visible_pairs(keys, window) == seen
+    assert round(active_parameters(FULL) / 1e9, 2) == 2.77
+    at_8k = 13 * 8192 * 8193 / 2 + 36 * (4096 * 4097 / 2 + 4096 * 4096)
+    flop = 2 * (active_parameters(FULL) * 8192 + FULL.vocab * 2048) + 4 * 4096 * at_8k
+    assert prefill_flop(FULL, [8192]) == flop
+    assert prefill_flop(FULL, [8192, 8192]) == 2 * flop
+
+
+@pytest.fixture
+def stand_in(fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (prefill_throughput, prefill_tiles):
+        monkeypatch.setattr(module, "DEVICE", torch.device("cpu"))
+    for module in (prefill_throughput, prefill_tiles):
+        monkeypatch.setattr(module, "matrix_tflop_s", lambda device: 500.0)
+
+
+def rows_of(folder: Path) -> list[Row]:
+    return [row for path in folder.glob("*/rows.jsonl") for row in read_rows(path)]
+
+
+@needs_interpreter
+def test_prefill_is_checked_and_a_row_written_for_each_shape(
+    stand_in: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_throughput, "SHORT", 2)
+    monkeypatch.setattr(prefill_throughput, "NOISE_RATIO", 4)  # the interpreter cuts off where a card rounds
+    keys = ["lengths=[5]", "packed=[3]", "packed_rows=2", "repeats=1", "check_tokens=6"]
+    axes = ["experiment=prefill_throughput", *MODEL, *(f"experiment.{key}" for key in keys), f"run_dir={tmp_path}"]
+    assert prefill_throughput.main(load_config(axes)) == 0
+    alone, packed = rows_of(tmp_path)
+    assert (alone.batch, alone.prompt_tokens, alone.context) == (1, 5, [5])
+    assert (packed.batch, packed.prompt_tokens, packed.context) == (2, 6, [3, 3])
+    assert alone.p50_ms == 1.0 and alone.prefill_tok_s == 5000.0 and alone.ttft_ms is not None
+    assert alone.tflop_s is not None and alone.pct_matrix == pytest.approx(alone.tflop_s / 5)
+    assert set(alone.checks) == {"logits_within_noise", "bits_packed", "bits_continued"} and all(alone.checks.values())
+    assert "TTFT ms" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "check"),
+    [
+        (lambda prompts, logits: logits * 1.5, "logits_within_noise"),
+        (lambda prompts, logits: logits + 2**-16 * (len(prompts) > 1), "bits_packed"),
+        (lambda prompts, logits: logits + 2**-16 * (prompts[0].start > 0), "bits_continued"),
+    ],
+)
+def test_a_prefill_that_fails_a_check_gets_no_row(
+    stand_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong, check: str
+) -> None:
+    """Of a prefill that only draws numbers, wrong in one way."""
+
+    def forward(self, pages, prompts, expert_ids=None):
+        noise = torch.randn(len(prompts), self.geometry.vocab, generator=torch.Generator().manual_seed(0))
+        return wrong(prompts, noise[:1].expand(len(prompts), -1))
+
+    right = torch.randn(1, 1408, generator=torch.Generator().manual_seed(0)).expand(9, -1)
+    ids = torch.zeros(9, 5, 4, dtype=torch.int32)
+    oracle = Oracle(torch.zeros(9), right, right * 1.01, ids, ids[:, 1])
+    monkeypatch.setattr(prefill_throughput, "consult", lambda *args: oracle)
+    monkeypatch.setattr(TritonPrefill, "forward", forward)
+    axes = ["experiment=prefill_throughput", *MODEL, "experiment.check_tokens=9", f"run_dir={tmp_path}"]
+    with pytest.raises(MkError, match=f"prefill failed {check}$"):
+        prefill_throughput.main(load_config(axes))
+    assert not rows_of(tmp_path)
+
+
+@needs_interpreter
+def test_kernels_are_timed_with_each_tile(
+    stand_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small, odd = ProductTile(32, 64, 256, 1, 1), ProductTile(16, 64, 48, 1, 1)  # 48 does not divide k: refused
+    monkeypatch.setattr(prefill_tiles, "WARMUP", 0)
+    monkeypatch.setattr(prefill_tiles, "HOPPER", INTERPRETED)
+    monkeypatch.setattr(prefill_tiles, "PLAIN", (small, None))
+    monkeypatch.setattr(prefill_tiles, "EXPERTS", (small, odd))
+    monkeypatch.setattr(prefill_tiles, "ATTENTIONS", (AttentionTile(64, 64, 1, 1), AttentionTile(16, 128, 1, 1)))
+    axes = ["experiment=prefill_tiles", *MODEL, "experiment.tokens=17", "experiment.repeats=1", f"run_dir={tmp_path}"]
+    assert prefill_tiles.main(load_config(axes)) == 0
+    found = [(row.kernel, row.tile) for row in rows_of(tmp_path)]
+    assert [kernel for kernel, _ in found] == [
+        "up", "down", "attention_full", "attention_full", "attention_sliding", "attention_sliding",
+        "qkv", "qkv", "o", "o",
+    ]  # fmt: skip
+    assert len(set(found)) == len(found) and all(row.p50_ms == 1.0 for row in rows_of(tmp_path))
+    assert "up 16x64x48" in capsys.readouterr().out
+    axes += ["experiment.time_limit_s=0.0", f"run_dir={tmp_path / 'late'}"]
+    assert prefill_tiles.main(load_config(axes)) == 0 and not rows_of(tmp_path / "late")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["experiment=prefill_throughput", "prefill=torch"], "not prefill=torch"),
+        (["experiment=prefill_throughput", "experiment.lengths=[0]"], r"experiment.lengths=\[0\]"),
+        (["experiment=prefill_throughput", "experiment.lengths=[]", "experiment.packed=[]"], "are empty"),
+        (["experiment=prefill_throughput", "experiment.check_tokens=1"], "check_tokens=1 must be at least 2"),
+        (["experiment=prefill_throughput"], "needs a GPU"),
+        (["experiment=prefill_tiles"], "needs a GPU"),
+        (["experiment=prefill_tiles", "experiment.kernels=[upp]"], "experiment.kernels=upp"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    main = prefill_tiles.main if "tiles" in overrides[0] else prefill_throughput.main
+    with pytest.raises(MkError, match=message):
+        main(load_config(overrides))
