@@ -80,6 +80,7 @@ class Flag(IntFlag):
     ROPE = 2  # qkv: this layer rotates q and k
     PUBLISH = 4  # top-k: this SM writes ids and weights to the trace the host reads
     FINAL = 8  # norm: the model's last norm, not a layer's
+    PART = 16  # residual in a part of a step: x comes from memory, and the sums that it adds are left in memory too
 
 
 class Buffer(IntEnum):

@@ -231,6 +231,8 @@ class Runtime:
         """
         if self.program is None:
             raise MkError("no program is loaded", hint="Runtime.load first")
+        if steps > 1 and self.program.cut is not None:
+            raise MkError(f"{self.program.cut.name} is a part of a step: it is run once, not {steps} times")
         shape, g = self.program.shape, self.geometry
         sampling = [SamplingParams()] * shape.rows if sampling is None else sampling
         if {len(keys), len(sampling), len(keys if tokens is None else tokens)} != {shape.rows}:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from mk.isa import ISA
+from mk.isa import ISA, Word
 from mk.schedule.lower import Program
+from mk.verify.spans import writes_tokens
 
 ROLES = ("consumer", "controller", "producer", "storer", "warp aside")
 SHOWN = 3  # stalled SMs told of
@@ -34,14 +35,19 @@ def describe_stall(program: Program, counters: Ints, stalls: Ints, blamed: int) 
 def _order(program: Program) -> Ints:
     """Counters in the order in which a step completes what they depend on.
 
-    They are numbered as the step first waits for them, so one that needs another has a higher number; but counter 0 is
-    the end of the step.
+    They are numbered as the step first waits for them, so one that needs another has a higher number; but the first
+    that anybody waits for, with a count of 0, is the end of the previous step.
     """
-    return np.roll(np.arange(len(program.counters), dtype=np.int32), -1)
+    words = program.words
+    closing = {int(words[task, Word.SIGNAL]) for task in writes_tokens(words)}
+    order = range(len(program.counters))
+    return np.array(sorted(order, key=lambda counter: (counter in closing, counter)), np.int32)
 
 
 def _missing_signal(program: Program, counters: Ints) -> str:
     """The counter that all others wait for: of those that have gained least, the first."""
+    if not program.counters:
+        return "it has no counters"
     per_step = np.array([counter.per_step for counter in program.counters], np.int64)
     values = counters[: len(per_step)].view(np.uint32).astype(np.int64)
     order = _order(program)

@@ -77,6 +77,12 @@ def _residual(s: StepShape, layer: int) -> Words:
     return tasks
 
 
+def _left_sums(s: StepShape, d: Words) -> tuple[Words, Words]:
+    """In a part of a step an owner also writes its two sums where other placements have them."""
+    leaves = (d[:, Word.FLAGS] & Flag.PART != 0) & (d[:, Word.SRC] == Buffer.ACC_ATTN)
+    return d[:, Word.TILE], d[:, Word.TILE] + d[:, Word.TILES] * leaves
+
+
 ISA.add(
     Op(
         15,
@@ -84,7 +90,11 @@ ISA.add(
         "rmsnorm",
         _residual,
         reads=(Access("x", own_strips), Access("src", own_strips), Access("ffn", own_strips)),
-        writes=(Access("x", own_strips, ahead=1),),
+        writes=(
+            Access("x", own_strips, ahead=1),
+            Access(Buffer.OPROJ_OUT, _left_sums),
+            Access(Buffer.FFN_OUT, _left_sums),
+        ),
         doc="x' = bf16(x + (attention + ffn)) and the strip's part of the sum of squares for the next norm",
     )
 )

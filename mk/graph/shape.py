@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from mk.errors import MkError
 from mk.isa import DESCRIPTOR_WORDS, ISA, NONE, Access, Buffer, Op, Word, Words
@@ -153,19 +154,18 @@ def x_buffer(layer: int) -> Buffer:
     return Buffer.X1 if layer % 2 else Buffer.X0
 
 
-def resolve(access: Access, layer: int, shape: StepShape, task: Words) -> Buffer:
-    """The physical buffer of an access of `task` (a descriptor of `layer`)."""
+def resolve(access: Access, words: Words) -> npt.NDArray[np.int64]:
+    """The physical buffer of an access, descriptor by descriptor [n]; -1 where the words name none."""
     if isinstance(access.buffer, Buffer):
-        return access.buffer
+        return np.full(len(words), int(access.buffer))
     if access.buffer == "x":
-        return x_buffer(layer + access.ahead)
-    if access.buffer == "dst":
-        return Buffer(int(task[Word.DST]))
-    if access.buffer == "src":
-        return Buffer(int(task[Word.SRC]))
-    if access.buffer == "ffn":
-        return Buffer.ACC_FFN if task[Word.SRC] == Buffer.ACC_ATTN else Buffer.FFN_OUT
-    raise ValueError(f"unknown buffer {access.buffer!r}")
+        return np.where((words[:, Word.LAYER] + access.ahead) % 2, int(Buffer.X1), int(Buffer.X0))
+    if access.buffer == "ffn":  # beside attention's sum
+        return np.where(words[:, Word.SRC] == Buffer.ACC_ATTN, int(Buffer.ACC_FFN), int(Buffer.FFN_OUT))
+    if access.buffer not in ("src", "dst"):
+        raise ValueError(f"unknown buffer {access.buffer!r}")
+    named = words[:, Word.DST if access.buffer == "dst" else Word.SRC].astype(np.int64)
+    return np.where((named >= 0) & (named < len(Buffer)), named, -1)
 
 
 def blank(n: int) -> Words:

@@ -58,13 +58,19 @@ class Machine:
     def load(self, program: Program, epoch: int = 0) -> None:
         """Compile a program's descriptors and clear the counters, as if `epoch` steps had been run since.
 
-        Tokens that were fed back stay when the batch size does, so a bucket may grow between two steps.
+        Tokens that were fed back stay when the batch size does, so a bucket may grow between two steps. A part of a
+        step goes on from the memory that a program of the same shape has left; what is private to an SM is lost.
         """
         if program.shape.geometry != self.geometry:
             raise MkError("the program was lowered for another geometry than the weights'")
-        memory = Memory(program.shape)
-        if self.program is not None and self.program.shape.rows == program.shape.rows:
-            memory.tokens = self.memory.tokens
+        before = None if self.program is None else self.memory
+        if before is not None and program.cut is not None and before.shape == program.shape:
+            memory = before
+            memory.between_programs()
+        else:
+            memory = Memory(program.shape)
+            if before is not None and before.shape.rows == program.shape.rows:
+                memory.tokens = before.tokens
         self.program, self.memory = program, memory
         bench = Bench(program.shape, memory, self.weights, self.kv, self.store, self.router)
         self.lists: list[list[Compiled]] = []
@@ -96,6 +102,8 @@ class Machine:
         """
         if self.program is None:
             raise MkError("no program is loaded", hint="Machine.load first")
+        if steps > 1 and self.program.cut is not None:
+            raise MkError(f"{self.program.cut.name} is a part of a step: it is run once, not {steps} times")
         shape = self.program.shape
         keys = np.asarray(inputs.keys, np.int64)
         if inputs.tokens is not None:

@@ -97,10 +97,20 @@ class Memory:
         self.best_score.fill(np.nan)
         self.x[..., : g.hidden] = np.nan
         self.attn_out[:, : g.q_width] = np.nan
+        self.forget()
+
+    def forget(self) -> None:
+        """Overwrite what is private to an SM."""
         for own in self.private:
             own.acc_attn.fill(np.nan)
             own.acc_ffn.fill(np.nan)
             own.route = None
+
+    def between_programs(self) -> None:
+        """What does not outlive a program: an SM's own memory, and the ticket heads."""
+        self.forget()
+        for heads in self.queues:
+            heads[:] = [0] * len(heads)
 
     def contribution(self, buffer: Buffer, sm: int) -> Floats:
         """The [rows, hidden] sums of attention or FFN that a descriptor names: global, or private to an SM."""

@@ -159,16 +159,24 @@ def dense_down(bench: Bench, task: Task) -> Run:
 
 @executes("residual")
 def residual(bench: Bench, task: Task) -> Run:
-    """x' = x + (attention + ffn), stored as bf16 by the kernel, and the squares that the next norm needs."""
+    """x' = x + (attention + ffn), stored as bf16 by the kernel, and the squares that the next norm needs.
+
+    In a part of a step an owner leaves its two sums in memory, for whoever looks at them.
+    """
     memory, columns, write = bench.memory, task.columns, _write_x(bench, task)
     x = memory.x[x_buffer(task.layer) - Buffer.X0]
     owned = task[Word.SRC] == Buffer.ACC_ATTN
     attention = memory.contribution(Buffer(task[Word.SRC]), task.sm)
     ffn = memory.contribution(Buffer.ACC_FFN if owned else Buffer.FFN_OUT, task.sm)
 
+    leaves = owned and task.has(Flag.PART)
+
     def run(step: Step) -> None:
         rows = step.rows
         write(step, x[rows, columns] + (attention[rows, columns] + ffn[rows, columns]))
+        if leaves:
+            memory.oproj_out[rows, columns] = attention[rows, columns]
+            memory.ffn_out[rows, columns] = ffn[rows, columns]
 
     return run
 

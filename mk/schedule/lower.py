@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from mk.errors import MkError
 from mk.graph import LAST_WAVES, StepShape, resolve
-from mk.isa import LOCAL_BUFFERS, NONE, Buffer, Flag, Op, Word, Words
+from mk.isa import LOCAL_BUFFERS, NONE, Access, Buffer, Flag, Op, Word, Words
 from mk.schedule.orders import check_order
 from mk.schedule.placement import SmIds, make_placement
 
@@ -30,11 +30,27 @@ class Counter:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Where a part of a step comes from (`mk/schedule/cut.py`).
+
+    name: `3.attn`, or first and last wave as `3.qkv-3.rmsnorm`. kept: bool [n], the descriptors of `whole` that the
+    part has, in their order. done: bool [n], those that ran before it: what they left in memory is there, what they
+    left in their SM is not.
+    """
+
+    name: str
+    whole: Program
+    kept: npt.NDArray[np.bool_]
+    done: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
 class Program:
     """A lowered step: what the kernel, the interpreter and the verifier execute.
 
     words: all descriptors, int32 [n, 32], track after track: the main tracks of all SMs, then those aside.
     offsets: int32 [2 n_sm + 1], the first descriptor of each track.
+    cut: what it is a part of, None for a whole step.
     """
 
     shape: StepShape
@@ -43,6 +59,7 @@ class Program:
     counters: tuple[Counter, ...]
     wave_order: tuple[str, ...]
     placement: str
+    cut: Cut | None = None
 
     @property
     def tracks(self) -> int:
@@ -92,7 +109,7 @@ def lower(shape: StepShape, wave_order: tuple[str, ...] | list[str], placement: 
     placer = make_placement(placement, shape)
     waves: list[_Wave] = []
     ordinal = 0
-    for name, layer, part, parts in _step_waves(shape, order):
+    for name, layer, part, parts in step_waves(shape, order):
         op, tasks = shape.wave_tasks(name, layer, part, parts)
         if op is None:
             continue
@@ -110,8 +127,8 @@ def lower(shape: StepShape, wave_order: tuple[str, ...] | list[str], placement: 
     return Program(shape, np.ascontiguousarray(words[by_track]), offsets, tuple(counters), order, placement)
 
 
-def _step_waves(shape: StepShape, order: tuple[str, ...]) -> Iterator[tuple[str, int, int, int]]:
-    """(wave, layer, part, parts) in list order."""
+def step_waves(shape: StepShape, order: tuple[str, ...]) -> Iterator[tuple[str, int, int, int]]:
+    """(wave, layer, part, parts) in list order, empty ones too."""
     layers = shape.geometry.layers
     yield "embed", 0, 0, 1
     for layer in range(layers):
@@ -179,15 +196,16 @@ def _synchronise(shape: StepShape, waves: list[_Wave]) -> list[Counter]:
     implied = [0] * len(waves)
     for index, wave in enumerate(waves):
         for access in wave.op.writes:
-            buffer = resolve(access, wave.layer, shape, wave.tasks[0])
-            writers.setdefault((buffer, wave.layer + access.ahead), []).append(index)
+            lo, hi = access.span(shape, wave.tasks)
+            if (hi > lo).any():
+                writers.setdefault((_buffer(access, wave), wave.layer + access.ahead), []).append(index)
     members = [sum(1 << track for track in set(wave.tracks.tolist())) for wave in waves]
     previous = len(waves)  # stands for "the previous step is over", known through the counter of the step's last wave
     implied.append(0)
     for index, wave in enumerate(waves):
         # a track signals in list order: this wave's completion is that of every earlier one run by no other tracks
         implied[index] = sum(1 << other for other in range(index) if not members[other] & ~members[index])
-        needs = _needs(shape, wave, writers)
+        needs = _needs(wave, writers)
         first = np.flatnonzero(np.diff(wave.tracks, prepend=-1))
         alike: dict[int, list[int]] = {}  # tracks that know the same wait for the same
         for start in first.tolist():
@@ -240,13 +258,17 @@ def _announce_tails(waves: list[_Wave], counters: list[Counter]) -> None:
     counters[awaited] = Counter(counters[awaited].name, counters[awaited].per_step + silent)
 
 
-def _needs(shape: StepShape, wave: _Wave, writers: dict[tuple[Buffer, int], list[int]]) -> list[int]:
+def _buffer(access: Access, wave: _Wave) -> Buffer:
+    return Buffer(int(resolve(access, wave.tasks[:1])[0]))
+
+
+def _needs(wave: _Wave, writers: dict[tuple[Buffer, int], list[int]]) -> list[int]:
     """Waves (indices) of this step that this wave reads from across tracks."""
     needs: set[int] = set()
     for access in wave.op.reads:
         if access.ahead < 0:
             continue  # what the previous step left: every track waits for that step's end before its first task
-        buffer = resolve(access, wave.layer, shape, wave.tasks[0])
+        buffer = _buffer(access, wave)
         if buffer in LOCAL_BUFFERS or buffer == Buffer.QUEUES:
             continue  # program order carries the first; the second was cleared a step ago
         needs.update(writers.get((buffer, wave.layer), ()))

@@ -88,7 +88,7 @@ class DependencyAffinity:
         for access in op.reads:
             if access.ahead < 0:
                 continue
-            buffer = resolve(access, layer, self.shape, tasks[0])
+            buffer = Buffer(int(resolve(access, tasks[:1])[0]))
             writer = self.writer.get(buffer)
             if writer is None or buffer in LOCAL_BUFFERS:
                 continue
@@ -105,7 +105,7 @@ class DependencyAffinity:
 
     def _remember(self, op: Op, layer: int, tasks: Words, sms: SmIds) -> None:
         for access in op.writes:
-            buffer = resolve(access, layer, self.shape, tasks[0])
+            buffer = Buffer(int(resolve(access, tasks[:1])[0]))
             lo, hi = access.span(self.shape, tasks)
             if op.phase or not len(tasks):
                 continue  # who writes a phase's tile is known only at run time

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from mk.graph import resolve
 from mk.isa import ISA, NONE, Buffer, Word
 from mk.schedule.lower import Program
 from mk.verify.counters import WAITS
 from mk.verify.errors import Ints, Names, VerifyError
-from mk.verify.spans import physical, writes_tokens
+from mk.verify.spans import writes_tokens
 
 
 @dataclass(frozen=True)
@@ -189,5 +190,5 @@ def _reads(program: Program, task: int) -> str:
     """What a stuck task was going to read, by buffer names."""
     word = program.words[task : task + 1]
     op = ISA.rows[int(word[0, Word.OPCODE])]
-    names = {Buffer(int(physical(access, word)[0])).name for access in op.reads}
+    names = {Buffer(int(resolve(access, word)[0])).name for access in op.reads}
     return f"{', '.join(sorted(names))} can be read" if names else "it can start"

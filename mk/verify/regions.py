@@ -8,11 +8,14 @@ Within one step (`mk/verify/steps.py` reduces several steps to one):
   of everything they may draw, for a ticket is drawn once; a read of it needs all of them;
 * reuse: every access of a version of a buffer happens before every writer of the buffer's next version. This looks at
   whole buffers, so it may ask for more than the units at stake: never for less.
+
+A part of a step also reads what the tasks before it left in memory (`Earlier`): that counts as written, and as long
+done. What they left in their SM is gone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +23,9 @@ import numpy.typing as npt
 from mk.isa import LOCAL_BUFFERS, NONE, Buffer, Word
 from mk.schedule.lower import Program
 from mk.verify.clocks import Clocks
-from mk.verify.errors import Ints, VerifyError, unit_count
+from mk.verify.errors import Ints, Names, VerifyError, unit_count
 from mk.verify.routing import ROUTED, Family, Pieces
-from mk.verify.spans import AddressSpace, Touches
+from mk.verify.spans import AddressSpace, Touches, gather
 
 CHUNK = 1 << 15  # readers compared at a time: 264 clock entries each on 132 SMs
 
@@ -54,6 +57,52 @@ class Regions:
         )
 
 
+def address_space(program: Program, names: Names, buffer: Buffer) -> AddressSpace:
+    return AddressSpace(buffer, unit_count(program.shape, buffer), program.shape.geometry.layers + 2, names)
+
+
+def regions_of(program: Program, space: AddressSpace, touches: Touches, way: str, family: Family | None) -> Regions:
+    """What descriptors of `program` read or write ("read", "write") of a buffer; `family`: the active experts."""
+    tasks, base = touches.tasks, space.base(touches.tasks, touches.version)
+    words = program.words[tasks]
+    expand = ROUTED.get((touches.op.name, way, space.buffer))
+    if expand is not None and family is not None:
+        pieces: Pieces = expand(program.shape, words, tuple(family.experts(program.shape)))
+        base_of = np.zeros(int(pieces.member.max()) + 1, np.int64)
+        base_of[pieces.member] = base
+        start = base_of[pieces.owner]
+        return Regions(tasks, pieces.member, pieces.owner, start + pieces.lo, start + pieces.hi)
+    lo, hi = base + touches.lo, base + touches.hi
+    if way == "read" or (words[:, Word.QUEUE] != NONE).all():
+        # equal regions are one: many readers of a matrix product's input, all claimers of a queue
+        key, member = np.unique(lo << 32 | hi, return_inverse=True)
+        lo, hi = key >> 32, key & (1 << 32) - 1
+    else:
+        member = np.arange(len(tasks))
+    owner = np.flatnonzero(hi > lo)
+    return Regions(tasks, member, owner, lo[owner], hi[owner])
+
+
+class Earlier:
+    """What the tasks before a part of a step left in memory."""
+
+    def __init__(self, part: Program) -> None:
+        assert part.cut is not None
+        whole, done = part.cut.whole, part.cut.done
+        offsets = np.concatenate([[0], np.cumsum(np.bincount(whole.sm_of[done], minlength=whole.shape.n_sm))])
+        self.program = replace(whole, words=whole.words[done], offsets=offsets.astype(np.int32))
+        self.names = Names(self.program)
+        self.writes = gather(self.program, self.names)[1]
+
+    def written(self, buffer: Buffer, family: Family | None) -> tuple[Ints, Ints]:
+        """Addresses [lo, hi) of a buffer's units, of all versions."""
+        space = address_space(self.program, self.names, buffer)
+        found = [] if buffer in LOCAL_BUFFERS else self.writes.get(buffer, [])
+        parts = [regions_of(self.program, space, touches, "write", family) for touches in found]
+        none = np.zeros(0, np.int64)
+        return np.concatenate([none, *(p.lo for p in parts)]), np.concatenate([none, *(p.hi for p in parts)])
+
+
 class RegionCheck:
     """The checks of one program, buffer by buffer."""
 
@@ -62,11 +111,8 @@ class RegionCheck:
     ) -> None:
         self.program, self.clocks, self.names = program, clocks, clocks.names
         self.reads, self.writes = reads, writes
+        self.earlier = None if program.cut is None else Earlier(program)
         self.tracks = program.tracks
-        self.versions = program.shape.geometry.layers + 2
-
-    def space(self, buffer: Buffer) -> AddressSpace:
-        return AddressSpace(buffer, unit_count(self.program.shape, buffer), self.versions, self.names)
 
     def routed(self, buffer: Buffer) -> bool:
         """Whether what is touched depends on the expert mask."""
@@ -80,9 +126,9 @@ class RegionCheck:
 
     def check_buffer(self, buffer: Buffer, family: Family | None = None) -> None:
         """Every read of `buffer` against the writes of its version; `family` says which experts are active."""
-        space = self.space(buffer)
-        reads = [self._regions(space, touches, "read", family) for touches in self.reads.get(buffer, [])]
-        writes = [self._regions(space, touches, "write", family) for touches in self.writes.get(buffer, [])]
+        space = address_space(self.program, self.names, buffer)
+        reads = [regions_of(self.program, space, t, "read", family) for t in self.reads.get(buffer, [])]
+        writes = [regions_of(self.program, space, t, "write", family) for t in self.writes.get(buffer, [])]
         if not reads and not writes:
             return
         empty = Regions(*(np.zeros(0, np.int64),) * 5)
@@ -92,30 +138,15 @@ class RegionCheck:
         writers = Regions(writers.tasks, writers.region, writers.owner[by_lo], writers.lo[by_lo], writers.hi[by_lo])
         self._one_writer(space, writers, when)
         current = readers.lo >= space.room  # version -1 was left by the previous step
+        written = writers.lo, writers.hi
+        if self.earlier is not None:
+            lo, hi = (np.concatenate(both) for both in zip(written, self.earlier.written(buffer, family), strict=True))
+            by_lo = np.argsort(lo, kind="stable")
+            written = lo[by_lo], hi[by_lo]
+        self._covered(space, readers, *written, current, when)
         first = np.searchsorted(writers.hi, readers.lo, "right")
         last = np.searchsorted(writers.lo, readers.hi, "left")
-        self._covered(space, readers, writers, first, last, current, when)
         self._ordered(space, readers, writers, first, np.where(current, last, first), when)
-
-    def _regions(self, space: AddressSpace, touches: Touches, way: str, family: Family | None) -> Regions:
-        tasks, base = touches.tasks, space.base(touches.tasks, touches.version)
-        words = self.program.words[tasks]
-        expand = ROUTED.get((touches.op.name, way, space.buffer))
-        if expand is not None and family is not None:
-            pieces: Pieces = expand(self.program.shape, words, tuple(family.experts(self.program.shape)))
-            base_of = np.zeros(int(pieces.member.max()) + 1, np.int64)
-            base_of[pieces.member] = base
-            start = base_of[pieces.owner]
-            return Regions(tasks, pieces.member, pieces.owner, start + pieces.lo, start + pieces.hi)
-        lo, hi = base + touches.lo, base + touches.hi
-        if way == "read" or (words[:, Word.QUEUE] != NONE).all():
-            # equal regions are one: many readers of a matrix product's input, all claimers of a queue
-            key, member = np.unique(lo << 32 | hi, return_inverse=True)
-            lo, hi = key >> 32, key & (1 << 32) - 1
-        else:
-            member = np.arange(len(tasks))
-        owner = np.flatnonzero(hi > lo)
-        return Regions(tasks, member, owner, lo[owner], hi[owner])
 
     def _one_writer(self, space: AddressSpace, writers: Regions, when: str) -> None:
         """Neighbours in address order that overlap are two writers of a unit."""
@@ -131,33 +162,27 @@ class RegionCheck:
             )
 
     def _covered(
-        self,
-        space: AddressSpace,
-        readers: Regions,
-        writers: Regions,
-        first: Ints,
-        last: Ints,
-        current: npt.NDArray[np.bool_],
-        when: str,
+        self, space: AddressSpace, readers: Regions, lo: Ints, hi: Ints, current: npt.NDArray[np.bool_], when: str
     ) -> None:
-        """Lengths of the overlapping writes add up to the read, since writes do not overlap each other."""
-        if not current.all() and not len(writers.lo):
-            self._unwritten(space, readers, int(np.flatnonzero(~current)[0]), writers, when)
-        length = np.concatenate([[0], np.cumsum(writers.hi - writers.lo)])
+        """Lengths of the overlapping writes [lo, hi) add up to the read, since writes do not overlap each other."""
+        if self.earlier is None and not current.all() and not len(lo):
+            self._unwritten(space, readers, int(np.flatnonzero(~current)[0]), lo, hi, when)
+        first, last = np.searchsorted(hi, readers.lo, "right"), np.searchsorted(lo, readers.hi, "left")
+        length = np.concatenate([[0], np.cumsum(hi - lo)])
         some = last > first
-        head = np.where(some, np.maximum(readers.lo - np.append(writers.lo, 0)[first], 0), 0)
-        tail = np.where(some, np.maximum(np.append(writers.hi, 0)[last - 1] - readers.hi, 0), 0)
+        head = np.where(some, np.maximum(readers.lo - np.append(lo, 0)[first], 0), 0)
+        tail = np.where(some, np.maximum(np.append(hi, 0)[last - 1] - readers.hi, 0), 0)
         covered = np.where(some, length[last] - length[first] - head - tail, 0)
         for k in np.flatnonzero(current & (covered < readers.hi - readers.lo))[:1]:
-            self._unwritten(space, readers, int(k), writers, when)
+            self._unwritten(space, readers, int(k), lo, hi, when)
 
-    def _unwritten(self, space: AddressSpace, readers: Regions, k: int, writers: Regions, when: str) -> None:
-        """Name the first reader of an interval and its first unit that nobody writes."""
+    def _unwritten(self, space: AddressSpace, readers: Regions, k: int, written: Ints, end: Ints, when: str) -> None:
+        """Name the first reader of an interval and its first unit that nobody writes; writes are [written, end)."""
         lo, hi = int(readers.lo[k]), int(readers.hi[k])
-        for w in range(len(writers.lo)):
-            if writers.lo[w] <= lo < writers.hi[w]:
-                lo = int(writers.hi[w])
-        after = writers.lo[(writers.lo > lo) & (writers.lo < hi)]
+        for first, last in zip(written.tolist(), end.tolist(), strict=True):
+            if first <= lo < last:
+                lo = last
+        after = written[(written > lo) & (written < hi)]
         hi = int(after.min()) if len(after) else hi
         task = int(readers.tasks[readers.region == readers.owner[k]][0])
         who = "no task before it on this SM writes" if space.buffer in LOCAL_BUFFERS else "no task writes"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mk.graph import resolve
 from mk.isa import ISA, LOCAL_BUFFERS, Access, Buffer, Op, Word, Words
 from mk.schedule.lower import Program
 from mk.verify.errors import Ints, Names, VerifyError, unit_count
@@ -46,19 +47,6 @@ class AddressSpace:
         return address % self.room
 
 
-def physical(access: Access, words: Words) -> Ints:
-    """The buffer of an access, descriptor by descriptor [n]; -1 where the words name none."""
-    n = len(words)
-    if isinstance(access.buffer, Buffer):
-        return np.full(n, int(access.buffer))
-    if access.buffer == "x":
-        return np.where((words[:, Word.LAYER] + access.ahead) % 2, int(Buffer.X1), int(Buffer.X0))
-    if access.buffer == "ffn":  # beside attention's sum
-        return np.where(words[:, Word.SRC] == Buffer.ACC_ATTN, int(Buffer.ACC_FFN), int(Buffer.FFN_OUT))
-    named = words[:, Word.DST if access.buffer == "dst" else Word.SRC].astype(np.int64)
-    return np.where((named >= 0) & (named < len(Buffer)), named, -1)
-
-
 def writes_tokens(words: Words) -> list[int]:
     """The descriptors that produce the step's tokens."""
     ops = [op.opcode for op in ISA if any(access.buffer == Buffer.TOKENS for access in op.writes)]
@@ -81,7 +69,7 @@ def gather(program: Program, names: Names) -> tuple[dict[Buffer, list[Touches]],
 
 def _spread(program: Program, names: Names, op: Op, access: Access, tasks: Ints) -> list[tuple[Buffer, Touches]]:
     words = program.words[tasks]
-    buffers = physical(access, words)
+    buffers = resolve(access, words)
     lo, hi = (bound.astype(np.int64) for bound in access.span(program.shape, words))
     layer = words[:, Word.LAYER].astype(np.int64)
     version = layer + access.ahead if access.ahead >= 0 else np.full_like(layer, -1)

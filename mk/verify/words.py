@@ -15,7 +15,7 @@ import numpy.typing as npt
 from mk.graph import HEAD_PARTS, QUEUE_KINDS, StepShape, queue_id, x_buffer
 from mk.isa import DESCRIPTOR_WORDS, ISA, NONE, Buffer, Flag, Op, Word, Words
 from mk.model.packing import MatrixSlots
-from mk.schedule.lower import Program
+from mk.schedule.lower import Cut, Program
 from mk.verify.errors import Ints, Names, VerifyError
 
 MATRIX = {
@@ -84,6 +84,24 @@ def check_lists(program: Program) -> None:
     whole = len(offsets) == tracks + 1 and offsets[0] == 0 and offsets[-1] == len(words)
     if not whole or (np.diff(offsets) < 0).any():
         raise VerifyError("word", f"the offsets do not cut {len(words)} descriptors into {tracks} tracks, two an SM")
+
+
+SYNCHRONISATION = [*range(Word.WAIT0, Word.SIGNAL_VALUE + 1)]
+"""Words that a part of a step has of its own."""
+
+
+def check_part(program: Program, cut: Cut, names: Names) -> None:
+    """A part's descriptors are its whole's, waits and signals apart. Raises VerifyError("word")."""
+    of, expected = program.sm_of, cut.whole.words[cut.kept]
+    if len(program.words) != len(expected) or (of != cut.whole.sm_of[cut.kept]).any() or (cut.kept & cut.done).any():
+        raise VerifyError("word", f"the lists of {cut.name} are not those of the step it is a part of")
+    expected[expected[:, Word.OPCODE] == ISA.named("residual").opcode, Word.FLAGS] |= Flag.PART
+    expected[:, SYNCHRONISATION] = program.words[:, SYNCHRONISATION]
+    for task, word in np.argwhere(program.words != expected)[:1]:
+        raise VerifyError(
+            "word",
+            f"{names.task(task)}: word {Word(word).name} is {program.words[task, word]}, not {expected[task, word]}",
+        )
 
 
 def check_words(program: Program, names: Names) -> None:

@@ -33,9 +33,11 @@ DEVICE void embed(const StepParams& p, Shared& s, const Place& at, const int* d)
   }
 }
 
-// x' = bf16(x + (attention + ffn)).
+// x' = bf16(x + (attention + ffn)). In a part of a step no earlier task has left the owner its x, and its two sums go
+// to memory, where other placements have them.
 DEVICE void residual(const StepParams& p, Shared& s, const Place& at, const int* d) {
-  int layer = d[W_LAYER];
+  const int layer = d[W_LAYER];
+  const bool part = d[W_FLAGS] & FLAG_PART;
   const bf16* x = p.x + (layer & 1) * MAX_ROWS * HIDDEN_PAD;
   bf16* out = p.x + (~layer & 1) * MAX_ROWS * HIDDEN_PAD;
 #pragma unroll 1
@@ -48,13 +50,18 @@ DEVICE void residual(const StepParams& p, Shared& s, const Place& at, const int*
       ffn = reinterpret_cast<const float4*>(s.acc_ffn[i])[at.lane];
       old = reinterpret_cast<const float4*>(s.x[i])[at.lane];
     }
+    if (owned && part) {  // read again below, by the lane that stores it
+      const float to_attn[4] = {attn.x, attn.y, attn.z, attn.w}, to_ffn[4] = {ffn.x, ffn.y, ffn.z, ffn.w};
+      store_columns(at, p.oproj_out, strip, (1u << p.rows) - 1, to_attn);
+      store_columns(at, p.ffn_out, strip, (1u << p.rows) - 1, to_ffn);
+    }
     float sum[4] = {old.x + (attn.x + ffn.x), old.y + (attn.y + ffn.y), old.z + (attn.z + ffn.z), old.w + (attn.w + ffn.w)};
     float squares[2] = {0.f, 0.f};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int row = at.row(j), column = strip * 16 + at.strip_row(j);
       if (row >= p.rows) continue;
-      if (!owned)
+      if (!owned || part)
         sum[j] = __bfloat162float(load_l2(x + row * HIDDEN_PAD + column)) +
                  (load_l2(p.oproj_out + row * HIDDEN + column) + load_l2(p.ffn_out + row * HIDDEN + column));
       const bf16 v = __float2bfloat16_rn(sum[j]);
