@@ -18,6 +18,7 @@ from torch import Tensor
 from experiments.device_weights import open_weights, pack
 from experiments.forced_routing import distinct_experts, forced_ids
 from experiments.kernel_checks import Outcome, consult, fill, run_checks
+from experiments.opening import make_runtime
 from mk.build import Library, build
 from mk.config import Config
 from mk.device import DeviceFacts
@@ -161,11 +162,7 @@ def _runtime(cfg: Config, library: Library, weights: PackedWeights, trace_record
     # the window, what the steps append, and a page that it straddles at either end
     sliding = min(blocks, blocks_of(g.window_keys + settings.warmup + settings.steps) + 2)
     pages = {"full": rows * blocks + SPARE_PAGES, "sliding": rows * sliding + SPARE_PAGES}
-    ring = cfg.engine.ring
-    if ring.slots != library.open().mk_ring_slots():
-        raise MkError(f"engine.ring.slots={ring.slots}, the kernel has {library.open().mk_ring_slots()}")
-    window = ring.window_kb // SLOT_KB
-    return Runtime(library, weights, pages, blocks, longest, window, trace_records=trace_records)
+    return make_runtime(cfg, library, weights, pages, blocks, longest, trace_records)
 
 
 def measure(

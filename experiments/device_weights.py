@@ -39,7 +39,8 @@ def pack(source: WeightSource, device: torch.device) -> PackedWeights:
     started = time.perf_counter()
     with progress("pack weights", len(WeightLayout(source.geometry).entries())) as done:
         weights = PackedWeights.from_state(source.tensor, source.geometry, device, lambda packed, _: done(packed))
-    torch.cuda.synchronize()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
     print(f"packed {weights.layout.nbytes / 1e9:.1f} GB in {time.perf_counter() - started:.1f} s", flush=True)
-    torch.cuda.empty_cache()
     return weights

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from experiments import decode_throughput as experiment
+from experiments import opening
 from experiments.forced_routing import distinct_experts, forced_ids
 from experiments.kernel_checks import Oracle, Outcome, consult, relative_error, same_bits, starts_of
 from mk.compose import load_config
@@ -131,8 +132,8 @@ def stand_in(fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> FakeL
             ids[:, layer] = torch.stack([next_ids(NANO_GEOMETRY, token, keys, layer) for keys, token in places])
         return Oracle(tokens, logits, logits * 1.01, ids, ids[:, 1])
 
-    made = experiment.Runtime
-    monkeypatch.setattr(experiment, "Runtime", runtime)
+    made = opening.Runtime
+    monkeypatch.setattr(opening, "Runtime", runtime)
     monkeypatch.setattr(experiment, "build", fake_build)
     monkeypatch.setattr(experiment, "consult", oracle)
     monkeypatch.setattr(experiment, "DEVICE", torch.device("cpu"))

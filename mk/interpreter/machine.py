@@ -55,17 +55,19 @@ class Machine:
         self.program: Program | None = None
         self.memory: Memory
 
-    def load(self, program: Program, epoch: int = 0) -> None:
+    def load(self, program: Program, epoch: int = 0, memory: Memory | None = None) -> None:
         """Compile a program's descriptors and clear the counters, as if `epoch` steps had been run since.
 
-        Tokens that were fed back stay when the batch size does, so a bucket may grow between two steps. A part of a
-        step goes on from the memory that a program of the same shape has left; what is private to an SM is lost.
+        memory: what it starts from. By default that is fresh; but tokens that were fed back stay when the batch size
+        does, so a bucket may grow between two steps, and a part of a step goes on from the memory that a program of
+        the same shape has left. What is private to an SM is lost in any case.
         """
         if program.shape.geometry != self.geometry:
             raise MkError("the program was lowered for another geometry than the weights'")
         before = None if self.program is None else self.memory
-        if before is not None and program.cut is not None and before.shape == program.shape:
+        if memory is None and before is not None and program.cut is not None and before.shape == program.shape:
             memory = before
+        if memory is not None:
             memory.between_programs()
         else:
             memory = Memory(program.shape)
