@@ -89,3 +89,17 @@ class PrefillTiles:
     def __post_init__(self) -> None:
         for key in ("tokens", "repeats"):
             require_at_least(f"experiment.{key}", getattr(self, key), 1)
+
+
+@dataclass(slots=True)
+class PartialStep:
+    name: str
+    start_at: str | None  # <layer>.<wave>, null = the step's first
+    stop_after: str | None  # null = the step's last
+    contexts: list[int]  # keys of each row, this step's token included, 0 = inactive row
+    kv_std: float  # of the K and V behind each context
+    seed: int
+    dump: bool  # write every region that is written to the run folder
+
+    def __post_init__(self) -> None:
+        check_contexts("experiment.contexts", self.contexts)

@@ -11,7 +11,7 @@ import pytest
 
 from mk.errors import MkError
 from mk.isa import ISA, NONE, Flag, Word
-from mk.schedule.cut import cut, places, waves_of
+from mk.schedule.cut import before, cut, places, waves_of
 from mk.schedule.lower import Program
 from mk.verify import VerifyError, verify
 from tests.interpreter_rig import GEOMETRY, WAVE_ORDERS, batch, program, random_tokens
@@ -69,8 +69,8 @@ def test_layer_after_layer_gives_the_bits_of_the_step(order: str, placement: str
     inputs = parted.inputs()
     ends = [None, *(f"{layer}.rmsnorm" for layer in range(LAYERS)), None]
     names = [place.name for place in places(whole) if place.end > place.first]
-    for before, stop in itertools.pairwise(ends):
-        part = cut(whole, None if before is None else names[names.index(before) + 1], stop)
+    for last, stop in itertools.pairwise(ends):
+        part = cut(whole, None if last is None else names[names.index(last) + 1], stop)
         verify(part)
         parted.machine.load(part)
         out = parted.machine.step(inputs)
@@ -90,6 +90,17 @@ def test_a_part_has_its_waves_and_what_it_must_make_again() -> None:
     residuals = flags[:, Word.OPCODE] == ISA.named("residual").opcode
     assert (flags[residuals, Word.FLAGS] == Flag.PART).all() and not (flags[~residuals, Word.FLAGS] & Flag.PART).any()
     assert cut(owned, "2.attn", "3.router").cut.name == "2.attn-3.router"
+
+
+def test_waves_between_two_points_follow_what_runs_before() -> None:
+    whole = plan()
+    names = [part.cut.name for part in waves_of(whole)]
+    assert names[0] == "0.embed" and names[-1] == f"{LAYERS}.lm_head-{LAYERS}.sample"
+    some = [part.cut.name for part in waves_of(whole, "2.attn", "3.router")]
+    assert some == names[names.index("2.attn") : names.index("3.router") + 1]
+    earlier = before(whole, "2.attn")
+    assert earlier is not None and ops(earlier) | {("attention", 2)} == ops(cut(whole, None, "2.attn"))
+    assert before(whole, None) is None and before(whole, "0.embed") is None
 
 
 def test_the_whole_step_cut_at_its_ends_is_the_step() -> None:
@@ -121,6 +132,7 @@ def test_an_order_that_names_a_wave_twice_has_numbered_parts() -> None:
         (None, "0.moe_up", "stop_after=0.moe_up: no such wave, layer 0 has embed, qkv, .*dense_up", "stop_after="),
         (None, "2.attn.1", "stop_after=2.attn.1: no such wave", "stop_after=2.attn"),
         ("3.qkv", "2.rmsnorm", "start_at=3.qkv stop_after=2.rmsnorm: the step runs 2.rmsnorm first", "exchange"),
+        (f"{LAYERS}.sample", None, "what lm_head gives the sampler lies with the SMs", f"start_at={LAYERS}.lm_head"),
         ("2.moe_gather", "2.moe_gather", "this plan has no task there", "before or after"),
     ],
 )

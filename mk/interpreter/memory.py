@@ -112,6 +112,13 @@ class Memory:
         for heads in self.queues:
             heads[:] = [0] * len(heads)
 
+    def copy_from(self, other: Memory) -> None:
+        """Take over what another memory of the same shape holds, all but what is private to its SMs."""
+        for name, array in vars(other).items():
+            if isinstance(array, np.ndarray):
+                getattr(self, name)[...] = array
+        self.tokens[:] = other.tokens
+
     def contribution(self, buffer: Buffer, sm: int) -> Floats:
         """The [rows, hidden] sums of attention or FFN that a descriptor names: global, or private to an SM."""
         return {

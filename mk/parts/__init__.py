@@ -2,6 +2,7 @@
 
 from mk.parts.compare import Difference, Tolerances, compare
 from mk.parts.fields import Field, fields, written
+from mk.parts.waves import WaveResult, compare_waves, synthetic_pages
 from mk.parts.workers import InterpreterWorker, KernelWorker, StepInput, Worker
 
 __all__ = [
@@ -11,8 +12,11 @@ __all__ = [
     "KernelWorker",
     "StepInput",
     "Tolerances",
+    "WaveResult",
     "Worker",
     "compare",
+    "compare_waves",
     "fields",
+    "synthetic_pages",
     "written",
 ]

@@ -14,7 +14,7 @@ from mk.errors import MkError
 from mk.graph import StepShape
 from mk.interpreter import Machine, StepInputs
 from mk.interpreter.memory import Memory
-from mk.isa import Word
+from mk.isa import ISA, Word
 from mk.kv import KVCache, PageTable
 from mk.parts.device import download, download_pages, upload, upload_pages
 from mk.runtime import Runtime
@@ -42,8 +42,11 @@ class Worker(Protocol):
     memory: Memory
     kv: KVCache
 
-    def run(self, part: Program, inputs: StepInput) -> None:
-        """Run a part from `memory` and `kv`, which it updates. Raises MkError for a status flag."""
+    def run(self, part: Program, inputs: StepInput) -> Ids:
+        """Run a part from `memory` and `kv`, which it updates; gives the expert ids of the layers whose top-k ran.
+
+        Raises MkError for a status flag.
+        """
         ...
 
 
@@ -64,11 +67,12 @@ class InterpreterWorker:
         self.machine, self.kv = machine, machine.kv
         self.memory = Memory(shape)
 
-    def run(self, part: Program, inputs: StepInput) -> None:
+    def run(self, part: Program, inputs: StepInput) -> Ids:
         self.machine.router = None if inputs.ids is None else _Fixed(inputs.ids)
         self.machine.load(part, memory=self.memory)
         out = self.machine.step(StepInputs(inputs.tokens, inputs.keys, inputs.table))
         _refuse(out.status.tolist(), part)
+        return out.expert_ids
 
 
 class KernelWorker:
@@ -80,7 +84,7 @@ class KernelWorker:
         self.runtime, self.kv = runtime, kv
         self.memory = Memory(shape)
 
-    def run(self, part: Program, inputs: StepInput) -> None:
+    def run(self, part: Program, inputs: StepInput) -> Ids:
         runtime, g = self.runtime, self.runtime.geometry
         upload(runtime, self.memory)
         upload_pages(runtime, self.kv)
@@ -99,6 +103,12 @@ class KernelWorker:
         last = int(part.words[:, Word.LAYER].max())
         download(runtime, self.memory, last < g.layers and g.mlp_kinds[last] == "dense")
         download_pages(runtime, self.kv)
+        rows = len(inputs.keys)
+        self.memory.tokens[:] = runtime["tokens"][:rows].tolist()
+        ids = runtime["route_ids"][:, :rows].cpu().numpy().astype(np.int64)
+        topks = part.words[part.words[:, Word.OPCODE] == ISA.named("topk").opcode, Word.LAYER]
+        idle = np.array(inputs.keys)[:, None] == 0
+        return {layer: np.where(idle, -1, ids[layer]) for layer in np.unique(topks).tolist()}
 
 
 def _refuse(status: list[int], part: Program) -> None:

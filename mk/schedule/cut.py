@@ -62,32 +62,54 @@ def cut(program: Program, start_at: str | None = None, stop_after: str | None = 
     """
     if program.cut is not None:
         raise MkError("a part of a step cannot be cut again", hint="cut the whole step")
-    steps = places(program)
-    begin = steps[0] if start_at is None else _find("start_at", start_at, steps)[0]
-    last = steps[-1] if stop_after is None else _find("stop_after", stop_after, steps)[-1]
-    asked = f"start_at={begin.name} stop_after={last.name}"
+    begin, last = _ends(start_at, stop_after, places(program))
     name = begin.name if begin == last else f"{begin.name}-{last.name}"
-    if steps.index(last) < steps.index(begin):
-        raise MkError(f"{asked}: the step runs {last.name} first", hint="exchange them, or see wave_order")
     if begin.first == last.end:
-        raise MkError(f"{asked}: this plan has no task there", hint="take in a wave before or after")
+        raise MkError(
+            f"start_at={begin.name} stop_after={last.name}: this plan has no task there",
+            hint="take in a wave before or after",
+        )
     task = program.words[:, Word.TASK]
-    before = task < begin.first
-    kept = ~before & (task < last.end)
-    _remake(program, kept, before)
+    earlier = task < begin.first
+    kept = ~earlier & (task < last.end)
+    _remake(program, kept, earlier)
     _clear_queues(program, kept)
     words, counters = _rewire(program.words[kept].copy(), program.counters)
     words[words[:, Word.OPCODE] == ISA.named("residual").opcode, Word.FLAGS] |= Flag.PART
     lists = np.bincount(program.sm_of[kept], minlength=program.shape.n_sm)
     offsets = np.concatenate([[0], np.cumsum(lists)]).astype(np.int32)
-    origin = Cut(name, program, kept, before & ~kept)
+    origin = Cut(name, program, kept, earlier & ~kept)
     return replace(program, words=words, offsets=offsets, counters=counters, cut=origin)
 
 
-def waves_of(program: Program) -> list[Program]:
-    """A step as parts of one wave each, in list order; the head and the sampler are one, for SMs hold candidates."""
-    names = [place.name for place in places(program) if place.end > place.first]
-    return [cut(program, name, name) for name in names[:-2]] + [cut(program, names[-2], names[-1])]
+def waves_of(program: Program, start_at: str | None = None, stop_after: str | None = None) -> list[Program]:
+    """The part that `cut` makes, as parts of one wave each, in list order; the head and the sampler stay together."""
+    steps = places(program)
+    begin, last = _ends(start_at, stop_after, steps)
+    names = [place.name for place in steps[steps.index(begin) : steps.index(last) + 1] if place.end > place.first]
+    parts = [cut(program, name, name) for name in names if not name.endswith((".lm_head", ".sample"))]
+    tail = [name for name in names if name.endswith((".lm_head", ".sample"))]
+    return [*parts, cut(program, tail[0], tail[-1])] if tail else parts
+
+
+def before(program: Program, start_at: str | None) -> Program | None:
+    """The part of the step that ends where one that starts at `start_at` begins; None where nothing stands before."""
+    steps = places(program)
+    begin = _ends(start_at, None, steps)[0]
+    earlier = [place.name for place in steps[: steps.index(begin)] if place.end > place.first]
+    return cut(program, None, earlier[-1]) if earlier else None
+
+
+def _ends(start_at: str | None, stop_after: str | None, steps: Sequence[Place]) -> tuple[Place, Place]:
+    begin = steps[0] if start_at is None else _find("start_at", start_at, steps)[0]
+    last = steps[-1] if stop_after is None else _find("stop_after", stop_after, steps)[-1]
+    if begin.wave == "sample":
+        raise MkError(f"start_at={begin.name}: what lm_head gives the sampler lies with the SMs that made it",
+                      hint=f"start_at={begin.layer}.lm_head")  # fmt: skip
+    if steps.index(last) < steps.index(begin):
+        ends = f"start_at={begin.name} stop_after={last.name}"
+        raise MkError(f"{ends}: the step runs {last.name} first", hint="exchange them, or see wave_order")
+    return begin, last
 
 
 def _find(key: str, name: str, steps: Sequence[Place]) -> list[Place]:
@@ -121,12 +143,12 @@ def _local_uses(program: Program, kind: str) -> tuple[Ints, Ints]:
     return np.concatenate(tasks), np.concatenate(keys)
 
 
-def _remake(program: Program, kept: Mask, before: Mask) -> None:
+def _remake(program: Program, kept: Mask, earlier: Mask) -> None:
     """Adds to `kept` the tasks whose SM-local results it reads, and theirs in turn."""
     (makers, made), (readers, read) = (_local_uses(program, kind) for kind in ("writes", "reads"))
     while True:
         more = makers[np.isin(made, read[kept[readers]])]
-        more = more[before[more] & ~kept[more]]
+        more = more[earlier[more] & ~kept[more]]
         if not len(more):
             return
         kept[more] = True

@@ -1,0 +1,142 @@
+"""Run part of a decode step on the kernel and compare each wave with the interpreter's numerics=kernel.
+
+Both machines start a wave from the buffers that the interpreter left behind the wave before, so a difference belongs to
+the wave that shows it. Without a card the tested machine is a second interpreter in another interleaving, which must
+give the same bits. `experiment.dump=true` keeps what every wave wrote, by unit, for a look with numpy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from experiments.opening import make_runtime, open_source, pack
+from mk.build import build
+from mk.config import Config
+from mk.device import DeviceFacts
+from mk.engines import cuda_obstacle
+from mk.errors import MkError
+from mk.interpreter import Machine
+from mk.interpreter.memory import Memory
+from mk.isa import Buffer
+from mk.kv import KVCache, blocks_of
+from mk.model.packing import PackedWeights
+from mk.parts import (
+    InterpreterWorker,
+    KernelWorker,
+    StepInput,
+    Tolerances,
+    WaveResult,
+    Worker,
+    compare_waves,
+    fields,
+    synthetic_pages,
+)
+from mk.parts.fields import Mask
+from mk.programs import Plan, Programs, bucket_for
+from mk.runs import RunFolder
+from mk.schedule.cut import before, waves_of
+from mk.schedule.lower import Program
+
+
+def main(cfg: Config) -> int:
+    """Exit status: 0, or 1 when a wave differs by more than the noise."""
+    settings = cfg.experiment
+    engine = _engine(cfg)
+    device = torch.device("cuda" if engine == "cuda" else "cpu")
+    source = open_source(cfg, device)
+    g, keys = source.geometry, settings.contexts
+    plan = Plan.from_config(cfg)
+    if engine == "cuda" and cfg.gpu.kind == "cpu":
+        plan = dataclasses.replace(plan, n_sm=DeviceFacts.read().sms)
+    whole = Programs(g, len(keys), plan).get(bucket_for(max(keys)))
+    earlier = before(whole, settings.start_at)
+    parts = waves_of(whole, settings.start_at, settings.stop_after)
+    weights = pack(source, device)
+    host = PackedWeights(weights.slots.cpu(), weights.norms.cpu(), weights.layout, g)
+    caches = [KVCache.for_contexts(g, len(keys), max(keys)) for _ in range(2)]
+    expected: Worker = InterpreterWorker(Machine(host, caches[0], "kernel", settings.seed), whole.shape)
+    if engine == "cuda":
+        library = build(g, plan.splits)
+        runtime = make_runtime(cfg, library, weights, caches[1].pages, blocks_of(max(keys)), max(keys))
+        tested: Worker = KernelWorker(runtime, whole.shape, caches[1])
+    else:
+        library = None
+        tested = InterpreterWorker(Machine(host, caches[1], "kernel", settings.seed + 1), whole.shape)
+    pages = caches[0].allocator(len(keys), blocks_of(max(keys)), settings.seed)
+    synthetic_pages(caches[0], pages, keys, settings.seed, settings.kv_std)
+    tokens = torch.randint(g.vocab, (len(keys),), generator=torch.Generator().manual_seed(settings.seed)).tolist()
+    inputs = StepInput(keys, tokens, pages.table)
+    if earlier is not None:
+        expected.run(earlier, inputs)
+    with RunFolder.create(cfg) as run:
+        print(
+            f"{cfg.model.name}, weights {source.label}: {tested.name} against interpreter, contexts {keys}", flush=True
+        )
+        dump: dict[str, np.ndarray] = {}
+        allowed = Tolerances(g, exact=engine != "cuda")
+        results = []
+        for result in compare_waves(parts, expected, tested, inputs, allowed, _keep(dump) if settings.dump else None):
+            results.append(result)
+            print("\n".join(lines(result)), flush=True)
+        if settings.dump:
+            np.savez_compressed(run.path / "waves.npz", **dump)
+        worst = max((d.worst for result in results for d in result.differences), default=0.0)
+        row = run.row(
+            engine=tested.name,
+            dtype="bfloat16",
+            context=keys,
+            batch=len(keys),
+            checks={"schedule_verified": True, "waves_within_noise": all(result.passed for result in results)},
+            build_hash=library.build_hash if library else None,
+            schedule_hash=whole.schedule_hash,
+            waves=len(results),
+            worst_of_tolerance=worst if np.isfinite(worst) else None,
+        )
+        run.append_row(row)
+        failed = [result.name for result in results if not result.passed]
+        print(f"{len(results)} waves, {len(failed)} beyond the noise{': ' if failed else ''}{', '.join(failed)}")
+        print(f"run folder: {run.path}")
+    return 1 if failed else 0
+
+
+def _engine(cfg: Config) -> str:
+    """The tested machine: cuda where it was asked for or `auto` finds it, else interpreter. Raises MkError."""
+    if cfg.engine.name == "reference":
+        raise MkError("partial_step runs descriptors, engine=reference has none", hint="engine=interpreter")
+    rows = len(cfg.experiment.contexts)
+    obstacle = cuda_obstacle(cfg, rows)
+    if cfg.engine.name == "cuda" and obstacle is not None:
+        raise obstacle
+    if cfg.routing.name != "checkpoint":
+        raise MkError(f"partial_step leaves routing to the router, not to routing={cfg.routing.name}")
+    return "cuda" if cfg.engine.name == "cuda" or (cfg.engine.name == "auto" and obstacle is None) else "interpreter"
+
+
+def _keep(dump: dict[str, np.ndarray]) -> Callable[[Program, Memory, dict[Buffer, Mask]], None]:
+    """Collects what the tested machine wrote, `<wave>/<buffer>/<field>`: the field's array, NaN where it did not."""
+
+    def look(part: Program, memory: Memory, units: dict[Buffer, Mask]) -> None:
+        assert part.cut is not None
+        every = np.arange(part.shape.rows)
+        for buffer, mask in units.items():
+            for field in fields(memory, buffer):
+                values = np.where(field.mask(mask, every), field.values, np.float32(np.nan))
+                dump[f"{part.cut.name}/{buffer.name}/{field.name}"] = values
+
+    return look
+
+
+def lines(result: WaveResult) -> list[str]:
+    """A line a field: elements, how many differ, the largest difference, and it in units of what is allowed."""
+    if not result.differences:
+        return [f"{result.name:<22} stays in the SMs: rmsnorm shows it"]
+    text = []
+    for d in result.differences:
+        verdict = "" if d.passed else "  FAILED" + f", {d.unmatched} written by one side only" * bool(d.unmatched)
+        where = f"{result.name:<22} {d.buffer:<11} {d.field:<19}"
+        text.append(f"{where} {d.elements:>8} {d.unequal:>7} {d.largest:>10.2e} {d.worst:>6.2f}{verdict}")
+    return text
