@@ -211,8 +211,7 @@ def measure(
         events[step + 1].record(runtime.stream)
     runtime.finish()
     wall = (time.perf_counter() - started) * 1e3 / steps
-    if any(runtime.status()):
-        raise MkError(f"batch {rows}: the steps left status {runtime.status()}", hint="a logit was not finite")
+    runtime.require_healthy(f"batch {rows}")
     runtime.force_routing(None)
     keys, drawn = first + warmup + steps - 1, runtime.tokens_of(last).tokens.tolist()
     twin = [sample_row(runtime.logits(row).cpu().numpy(), params, keys) for row, params in enumerate(sampling)]

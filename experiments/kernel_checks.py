@@ -196,9 +196,7 @@ def decode(
             runtime.publish_routing(taken[step])
             runtime.launch()
             runtime.finish()
-            status = [flags for place, flags in zip(places, runtime.status(), strict=True) if place >= 0]
-            if any(status):
-                raise MkError(f"decoding for the checks: status {status} at step {step}")
+            runtime.require_healthy(f"step {step}")
             for row, place in enumerate(places):
                 if place >= 0:
                     logits[row][place] = runtime.logits(row)

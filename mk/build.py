@@ -47,6 +47,7 @@ class Library:
     registers: int  # a thread
     spill_bytes: int  # stores and loads
     stack_bytes: int  # a thread's local memory: arrays that an index keeps out of registers
+    defines: tuple[str, ...] = ()  # that it was built with, for tests or profiles
 
     def open(self) -> ctypes.CDLL:
         """The loaded library. Needs no GPU: sizes can be asked for on any machine."""
@@ -141,7 +142,7 @@ def build(
     if not (recipe.folder / "libmk.so").is_file():
         _compile(recipe)
     resources = _resources((recipe.folder / "ptxas.log").read_text())
-    return Library(recipe.folder / "libmk.so", recipe.folder.name, geometry, splits, *resources)
+    return Library(recipe.folder / "libmk.so", recipe.folder.name, geometry, splits, *resources, defines)
 
 
 def is_built(geometry: Geometry, split_keys: int, max_splits: int, cache: Path | None = None) -> bool:

@@ -19,6 +19,7 @@ from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.graph import QUEUE_KINDS
 from mk.host_ring import HostRing, StepTokens
+from mk.interpreter.step import Status
 from mk.isa import Buffer, Word
 from mk.kv import KINDS, PAGE, Blocks, blocks_of, first_visible, kv_layers
 from mk.model.packing import PackedWeights
@@ -38,6 +39,13 @@ from mk.step_params import (
     buffer_shapes,
     pack_sampling,
 )
+
+DELAYS = "MK_DELAYS"  # defined in a library that can inject delays (csrc/delay.cuh)
+MEANING = {
+    Status.LOGITS: "a logit is NaN or infinite",
+    Status.ROUTER_NAN: "a router logit is NaN",
+    Status.EXPERT_ID: "an expert id that replaced the router's does not exist",
+}
 
 
 class StepAborted(MkError):
@@ -100,7 +108,7 @@ class Runtime:
                 f"a window of {window_slots} slots must lie in {MIN_WINDOW}..{MAX_WINDOW}",
                 hint=f"engine.ring.window_kb from {8 * MIN_WINDOW} to {8 * MAX_WINDOW}",
             )
-        self.splits, self.build_hash = library.splits, library.build_hash
+        self.splits, self.build_hash, self.defines = library.splits, library.build_hash, library.defines
         self.library = library.open()
         if self.library.mk_params_bytes() != ctypes.sizeof(StepParams):
             raise MkError("the library's parameters differ from this code's", hint="remove build/ and build again")
@@ -280,6 +288,17 @@ class Runtime:
         """From the next launch on top-k writes the ids it took to `ids`, int32 [layers, MAX_ROWS, top_k]."""
         self._own("route_ids", ids)
 
+    def inject_delays(self, seed: int = 0, most_ns: int = 0, slow_sm: int = 0, slow_ns: int = 0) -> None:
+        """From the next launch on every claim, wait and signal is late by up to `most_ns`, drawn from `seed`, and SM
+        `slow_sm` takes `slow_ns` longer for each attention split and expert tile.
+
+        `runtime["tiles_taken"]` counts those of every SM. Raises MkError where the library was built without delays.
+        """
+        if DELAYS not in self.defines:
+            raise MkError("this library was built without delays", hint=f"build(..., defines=({DELAYS!r},))")
+        self.params.delay_seed, self.params.delay_ns = seed, most_ns
+        self.params.slow_sm, self.params.slow_ns = slow_sm, slow_ns
+
     def launch(self) -> int:
         """Queues one step; its number, for `tokens_of`.
 
@@ -340,6 +359,19 @@ class Runtime:
         """Flags of each row of the program since `set_sequences`, as in mk/interpreter/step.py; 0 = nothing wrong."""
         found: list[int] = self["status"][: self.params.rows].tolist()
         return found
+
+    def require_healthy(self, what: str) -> None:
+        """Raises MkError, beginning with `what`, for the first active row with a status: row, reason, and of an expert
+        id that does not exist the layer and the id."""
+        active = self["keys"].tolist()
+        for row, flags in enumerate(self.status()):
+            if flags and active[row]:
+                reasons = [text for flag, text in MEANING.items() if flags & flag]
+                if flags & Status.EXPERT_ID and "forced_ids" in self._buffers:
+                    ids, experts = self["forced_ids"][:, row].cpu(), self.geometry.experts
+                    for layer, rank in ((ids < -1) | (ids >= experts)).nonzero().tolist()[:1]:
+                        reasons[-1] += f": layer {layer} got {ids[layer, rank]}, ids are 0..{experts - 1}"
+                raise MkError(f"{what}: row {row}: {', '.join(reasons)}", hint="mk/interpreter/step.py lists the flags")
 
     def _upload(self, name: str, values: torch.Tensor) -> None:
         """Stream-ordered copy into a buffer. From page-locked memory, so that the host need not wait for the stream."""

@@ -110,4 +110,5 @@ def buffer_shapes(g: Geometry, policy: SplitPolicy, sms: int) -> dict[str, tuple
         "status": (i32, (MAX_ROWS,)),
         "abort_word": (i32, (1,)),
         "stalls": (i32, (sms, 8)),
+        "tiles_taken": (i32, (sms,)),
     }

@@ -134,5 +134,7 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     return library
 
 
-def fake_build(geometry: Geometry, splits: SplitPolicy = SplitPolicy()) -> Library:
-    return Library(Path("libmk.so"), "0123456789abcdef", geometry, splits, 168, 0, 0)
+def fake_build(
+    geometry: Geometry, splits: SplitPolicy = SplitPolicy(), cache: Path | None = None, defines: tuple[str, ...] = ()
+) -> Library:
+    return Library(Path("libmk.so"), "0123456789abcdef", geometry, splits, 168, 0, 0, defines)

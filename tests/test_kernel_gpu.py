@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -15,6 +16,7 @@ from mk.build import Library, build
 from mk.compose import load_config
 from mk.config import group_options
 from mk.device import DeviceFacts
+from mk.errors import MkError
 from mk.graph import LAYER_WAVES
 from mk.isa import NONE, Word, Words
 from mk.kv import KINDS, PageAllocator, blocks_of, kv_layers
@@ -65,8 +67,8 @@ def oracle(source: WeightSource) -> Oracle:
 
 
 def first(oracle: Oracle, length: int) -> Oracle:
-    """The oracle of the first tokens."""
-    return Oracle(*(getattr(oracle, field.name)[:length] for field in dataclasses.fields(oracle)))
+    """The oracle of the first tokens, a copy."""
+    return Oracle(*(getattr(oracle, field.name)[:length].clone() for field in dataclasses.fields(oracle)))
 
 
 def plan(n_sm: int, wave_order: tuple[str, ...] = LAYER_WAVES, placement: str = "row_owner", **more: int) -> Plan:
@@ -279,7 +281,23 @@ def test_a_step_that_cannot_end_is_given_up_and_named(
 ) -> None:
     """Within the time limit; the process and the next step are none the worse."""
     faulty, name = broken(program(runtime, 1), word, change)
+    started = time.perf_counter()
     with pytest.raises(StepAborted, match=re.escape(name)):
         decode(runtime, faulty, pages(runtime, 1), first(oracle, 1), (0,))
+    assert time.perf_counter() - started < 5
+    logits, _ = decode(runtime, program(runtime, 1), pages(runtime, 1), first(oracle, 8), (0,))
+    assert same_bits(logits[0], base[:8])
+
+
+@pytest.mark.parametrize("bad", [-7, 24, 10**6])
+def test_an_expert_that_does_not_exist_is_named(runtime: Runtime, oracle: Oracle, base: torch.Tensor, bad: int) -> None:
+    """In row, layer and id, within the time limit; nothing is read for it, and the next step is none the worse."""
+    assert runtime.geometry.experts == 24
+    faulty = first(oracle, 4)
+    faulty.ids[2, 3, 1] = bad
+    started = time.perf_counter()
+    with pytest.raises(MkError, match=rf"step 2: row 0: .* does not exist: layer 3 got {bad}, ids are 0\.\.23"):
+        decode(runtime, program(runtime, 1), pages(runtime, 1), faulty, (0,))
+    assert time.perf_counter() - started < 5
     logits, _ = decode(runtime, program(runtime, 1), pages(runtime, 1), first(oracle, 8), (0,))
     assert same_bits(logits[0], base[:8])

@@ -12,6 +12,7 @@ from mk.compose import load_config
 from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.graph import LAYER_WAVES
+from mk.interpreter import Status
 from mk.isa import NONE, Word
 from mk.kv import PageAllocator
 from mk.model.packing import PackedWeights
@@ -265,6 +266,41 @@ def test_a_stalled_step_names_the_signal_that_is_missing(runtime: Runtime, fake_
     assert (runtime.epoch, int(runtime["abort_word"]), int(runtime["counters"].sum())) == (0, 0, 0)
     runtime.launch()
     runtime.finish()
+
+
+def test_a_status_names_the_row_and_what_it_means(runtime: Runtime, fake_device: FakeLibrary) -> None:
+    runtime.load(program())
+    pages = PageAllocator(GEOMETRY, PAGES, 2, 4)
+    pages.reserve(1, 9)
+    runtime.set_tables(pages.table.table)
+    runtime.set_sequences([0, 9], [0, 1])
+    runtime["status"][0] = int(Status.LOGITS)  # an inactive row may hold anything
+    runtime.require_healthy("step 4")
+    for flags, reason in (
+        (Status.LOGITS, "a logit is NaN or infinite"),
+        (Status.ROUTER_NAN | Status.LOGITS, "a logit is NaN or infinite, a router logit is NaN"),
+        (Status.EXPERT_ID, "an expert id that replaced the router's does not exist"),
+    ):
+        runtime["status"][1] = int(flags)
+        with pytest.raises(MkError, match=f"^step 4: row 1: {reason}$"):
+            runtime.require_healthy("step 4")
+    ids = torch.zeros_like(runtime["route_ids"])
+    for bad in (GEOMETRY.experts, -2):
+        ids[3, 1, 2] = bad
+        runtime.force_routing(ids)
+        with pytest.raises(MkError, match=rf"row 1: .*: layer 3 got {bad}, ids are 0\.\.{GEOMETRY.experts - 1}"):
+            runtime.require_healthy("step 4")
+
+
+def test_delays_need_a_library_that_has_them(runtime: Runtime) -> None:
+    with pytest.raises(MkError, match="built without delays") as refused:
+        runtime.inject_delays(most_ns=100)
+    assert "MK_DELAYS" in str(refused.value.hint)
+    made = Runtime(fake_build(GEOMETRY, PLAN.splits, defines=("MK_DELAYS",)), weights(), PAGES, 4, KEYS)
+    made.inject_delays(seed=3, most_ns=2000, slow_sm=5, slow_ns=70)
+    p = made.params
+    assert (p.delay_seed, p.delay_ns, p.slow_sm, p.slow_ns) == (3, 2000, 5, 70)
+    assert p.tiles_taken == made["tiles_taken"].data_ptr()
 
 
 def test_weights_are_not_copied(runtime: Runtime) -> None:

@@ -1,6 +1,7 @@
 // The track aside: operations that need neither the ring nor what the SM keeps to itself, run by a warp of their own, so
 // that their waits hold up nothing of the main track.
 #pragma once
+#include "delay.cuh"
 #include "ops/combine.cuh"
 #include "wait.cuh"
 
@@ -18,7 +19,9 @@ class Aside {
       __syncwarp();
       mine = word_of(at + 1, end);  // on its way during the wait
       if (!wait(W_WAIT0) || !wait(W_WAIT1)) break;
+      inject_delay(p, DELAY_WAIT, s.aside[W_TASK]);
       work(s.aside);
+      inject_delay(p, DELAY_SIGNAL, s.aside[W_TASK]);
       __syncwarp();
       if (lane == 0 && s.aside[W_SIGNAL] != NONE)
         signal_release(p.counters + static_cast<size_t>(s.aside[W_SIGNAL]) * COUNTER_STRIDE, s.aside[W_SIGNAL_VALUE]);

@@ -1,5 +1,6 @@
 // The consumers: eight warps that multiply what the ring brings.
 #pragma once
+#include "delay.cuh"
 #include "ops/attention.cuh"
 #include "ops/draw.cuh"
 #include "ops/experts.cuh"
@@ -23,14 +24,14 @@ class Consumer {
       if (!entries.next()) return false;
       const int op = entries.words[W_OPCODE];
       if ((op >= OP_HISTOGRAM && op <= OP_DRAW) || op == OP_END) return true;
-      mark(T_TAKEN);
+      taken();
       if (!work(entries.words)) return false;
       done();
     }
   }
   DEVICE bool ending() {
     while (entries.words[W_OPCODE] != OP_END) {
-      mark(T_TAKEN);
+      taken();
       if (!sample(entries.words, opened())) return false;
       done();
       if (!entries.next()) return false;
@@ -39,6 +40,11 @@ class Consumer {
   }
   DEVICE void mark(TraceWord word) const {
     if (threadIdx.x == 0) trace_mark(p, entries.count, word);
+  }
+  DEVICE void taken() {
+    mark(T_TAKEN);
+    inject_delay(p, DELAY_TAKE, entries.words[W_TASK]);
+    slow_down(p, entries.words);
   }
   DEVICE void done() {
     mark(T_DONE);

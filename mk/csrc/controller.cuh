@@ -3,6 +3,7 @@
 // It is the SM's only poller. Entries are opened strictly in list order: an entry's `go` says that its own counters and
 // those of everything before it were reached.
 #pragma once
+#include "delay.cuh"
 #include "splits.cuh"
 #include "wait.cuh"
 
@@ -99,6 +100,7 @@ class Controller {
     }
     if (!claiming_) claiming_ = true, claimed_from_ = published_;
     int queue = word(W_QUEUE);
+    inject_delay(p, DELAY_CLAIM, published_);
     uint32_t ticket = 0;
     if (lane == 0) ticket = atomicAdd(p.queues + (p.epoch & 1) * p.n_queues + queue, 1u);
     ticket = __shfl_sync(~0u, ticket, 0);
@@ -165,6 +167,7 @@ class Controller {
     g.at(opens_.index);
     if (!reached(d, W_WAIT0) || !reached(d, W_WAIT1)) return false;
     __syncwarp();
+    inject_delay(p, DELAY_WAIT, opened_);
     if (lane == 0) barrier_arrive(&s.entry_go[opens_.index]);
     opens_.next();
     ++opened_;

@@ -2,6 +2,7 @@
 #include "aside.cuh"
 #include "consumer.cuh"
 #include "controller.cuh"
+#include "delay.cuh"
 #include "producer.cuh"
 #include "storer.cuh"
 
@@ -41,6 +42,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
   }
   start_trace(p, s.tallies);
   __syncthreads();
+  planted_race(s);
   // Registers move from the third warpgroup to the two that keep activations in them.
   if (warp < CONSUMERS) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));

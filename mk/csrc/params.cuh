@@ -92,5 +92,9 @@ struct StepParams {
   uint64_t launched;      // launches before this one, whatever the program
   uint32_t epoch;
   int rows, n_sm, n_queues, table_stride, window_slots, trace_records;
+  // of a build with MK_DELAYS (delay.cuh), else unused
+  int* tiles_taken;       // [n_sm] attention splits and expert tiles of a step so far
+  uint32_t delay_seed;
+  int delay_ns, slow_sm, slow_ns;
   int advance;            // 1: sampling adds one to the context of every active row, for steps queued ahead
 };

@@ -52,6 +52,9 @@ struct Shared {
   int aside[DESCRIPTOR_WORDS];  // what the track aside is at
   float split_weight[MAX_STRIDE];  // attention combine
   Tallies tallies;
+#ifdef MK_PLANTED_RACE
+  int planted;
+#endif
   Barrier ring_full[RING_SLOTS], ring_empty[RING_SLOTS];
   Barrier chunk_full[2], route_ready;
   Barrier entry_full[ENTRIES], entry_empty[ENTRIES], entry_go[ENTRIES];

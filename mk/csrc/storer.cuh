@@ -1,5 +1,6 @@
 // The storer: adds the eight warps' partial tiles in warp order, runs an operation's epilogue, publishes, signals.
 #pragma once
+#include "delay.cuh"
 #include "ops/experts.cuh"
 #include "ops/head.cuh"
 #include "ops/qkv.cuh"
@@ -23,6 +24,7 @@ class Storer {
       mark(T_STORING);
       if (!(ok = products(d))) break;
       others(d);
+      inject_delay(p, DELAY_SIGNAL, d[W_TASK]);
       __syncwarp();
       if (at.lane == 0 && d[W_SIGNAL] != NONE)
         signal_release(p.counters + static_cast<size_t>(d[W_SIGNAL]) * COUNTER_STRIDE, d[W_SIGNAL_VALUE]);

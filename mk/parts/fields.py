@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from mk.graph import HEAD_PARTS
 from mk.interpreter.memory import Floats, Memory
 from mk.isa import LOCAL_BUFFERS, Buffer
 from mk.model.geometry import ROWS
@@ -58,8 +59,8 @@ def fields(memory: Memory, buffer: Buffer) -> list[Field]:
         moved = [Field(n, np.moveaxis(a, 3, 2), 3, 0) for n, a in (("max", tops), ("sum", sums), ("o", outs))]
         return moved
     if buffer == Buffer.ATTN_OUT:
-        heads = memory.attn_out[:, : g.q_width].reshape(s.rows, g.q_heads, g.head_dim)
-        return [Field("heads", heads, 2, 0)]
+        heads = memory.attn_out[:, : g.q_width].reshape(s.rows, g.q_heads, HEAD_PARTS, -1)
+        return [Field("heads", heads, 3, 0)]
     if buffer == Buffer.ROUTER_PART:
         return [Field("logits of a k slot", memory.router_part, 2, 2)]
     if buffer == Buffer.HIDDEN:

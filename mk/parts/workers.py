@@ -71,7 +71,10 @@ class InterpreterWorker:
         self.machine.router = None if inputs.ids is None else _Fixed(inputs.ids)
         self.machine.load(part, memory=self.memory)
         out = self.machine.step(StepInputs(inputs.tokens, inputs.keys, inputs.table))
-        _refuse(out.status.tolist(), part)
+        for row, flags in enumerate(out.status.tolist()):
+            if flags:
+                name = "the step" if part.cut is None else part.cut.name
+                raise MkError(f"{name}: row {row} has status {flags}", hint="the flags are in mk/interpreter/step.py")
         return out.expert_ids
 
 
@@ -99,7 +102,7 @@ class KernelWorker:
             runtime.stream.wait_stream(torch.cuda.current_stream())
         runtime.launch()
         runtime.finish()
-        _refuse(runtime.status(), part)
+        runtime.require_healthy(part.cut.name if part.cut else "the step")
         last = int(part.words[:, Word.LAYER].max())
         download(runtime, self.memory, last < g.layers and g.mlp_kinds[last] == "dense")
         download_pages(runtime, self.kv)
@@ -109,10 +112,3 @@ class KernelWorker:
         topks = part.words[part.words[:, Word.OPCODE] == ISA.named("topk").opcode, Word.LAYER]
         idle = np.array(inputs.keys)[:, None] == 0
         return {layer: np.where(idle, -1, ids[layer]) for layer in np.unique(topks).tolist()}
-
-
-def _refuse(status: list[int], part: Program) -> None:
-    for row, flags in enumerate(status):
-        if flags:
-            name = "the step" if part.cut is None else part.cut.name
-            raise MkError(f"{name}: row {row} has status {flags}", hint="the flags are in mk/interpreter/step.py")
