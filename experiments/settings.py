@@ -103,3 +103,20 @@ class PartialStep:
 
     def __post_init__(self) -> None:
         check_contexts("experiment.contexts", self.contexts)
+
+
+@dataclass(slots=True)
+class SlowSm:
+    name: str
+    batch: int
+    context: int  # mean keys of a row over the timed steps
+    steps: int  # timed
+    warmup: int  # steps before them
+    sm: int  # the slow one
+    slow_us: float  # that its static share of a layer takes longer
+
+    def __post_init__(self) -> None:
+        for field in ("batch", "context", "steps", "slow_us"):
+            require_at_least(f"experiment.{field}", getattr(self, field), 1)
+        for field in ("warmup", "sm"):
+            require_at_least(f"experiment.{field}", getattr(self, field), 0)

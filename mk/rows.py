@@ -72,6 +72,9 @@ class Row:
     pct_matrix: float | None = None  # tflop_s of matrix_tflop_s
     kernel: str | None = None  # the one that p50_ms is of
     tile: str | None = None  # its tile sizes, warps and stages
+    slow_ns_per_tile: int | None = None  # that one SM was made slower by
+    slow_sm_tiles: float | None = None  # attention splits and expert tiles that SM took in a step
+    mean_sm_tiles: float | None = None  # the same, mean over all SMs
     waves: int | None = None  # parts of a step that were compared with the interpreter's
     worst_of_tolerance: float | None = None  # largest difference, in units of what mk/parts/compare.py allows there
     equal_tokens: int | None = None  # before the first difference from the oracle of `checks`, all rows together
