@@ -9,7 +9,7 @@ VENV := .venv/bin/python
 ASKED := $(if $(filter-out file undefined default,$(origin TORCH) $(origin PIP_ARGS)),--asked)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint clean
+.PHONY: help setup run test lint sanitize clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s%s\n", $$1, $$2}' Makefile
@@ -31,6 +31,9 @@ test: setup ## all tests, on every core; those that need a GPU are skipped witho
 lint: setup ## ruff, and mypy on mk/
 	@$(VENV) -m ruff check .
 	@$(VENV) -m mypy
+
+sanitize: setup ## memcheck and racecheck over the kernel, on a Hopper GPU
+	@$(VENV) run.py experiment=sanitize $(ARGS)
 
 clean: ## remove .venv, caches and built kernels; runs/ stays
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -120,3 +120,12 @@ class SlowSm:
             require_at_least(f"experiment.{field}", getattr(self, field), 1)
         for field in ("warmup", "sm"):
             require_at_least(f"experiment.{field}", getattr(self, field), 0)
+
+
+@dataclass(slots=True)
+class Sanitize:
+    name: str
+    timeout_s: int  # of each run of the sanitizer
+
+    def __post_init__(self) -> None:
+        require_at_least("experiment.timeout_s", self.timeout_s, 1)

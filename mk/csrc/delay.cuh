@@ -36,7 +36,7 @@ DEVICE void slow_down(const StepParams&, const int*) {}
 #ifdef MK_PLANTED_RACE
 // Two warps write a word of shared memory, and nothing orders them.
 DEVICE void planted_race(Shared& s) {
-  if (threadIdx.x % 32 == 0 && threadIdx.x < 64) s.planted = threadIdx.x;
+  if (threadIdx.x % 32 == 0 && threadIdx.x < 64) *static_cast<volatile int*>(&s.planted) = threadIdx.x;
 }
 #else
 DEVICE void planted_race(Shared&) {}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mk.model import tensors
+from mk.model.geometry import Geometry
 from mk.model.memory import free_memory
 from mk.model.opening import Model
 from mk.model.reference import greedy_decode, reference_forward
@@ -103,16 +104,24 @@ def _transformers_model(model: Model) -> Any:
 
 
 def _transformers_state(model: Model) -> dict[str, torch.Tensor]:
-    """The source's tensors under the names of transformers' modules, which stack a layer's experts."""
+    """The source's tensors under the names of transformers' modules."""
     geometry, get = model.geometry, model.source.tensor
-    state = {name: get(name).float() for name in tensors.tensor_shapes(geometry) if ".experts." not in name}
+    state = {name: get(name).float() for name in (tensors.EMBED, tensors.FINAL_NORM)}
     state["lm_head.weight"] = state[tensors.EMBED]  # tied
-    for layer in geometry.sparse_layers:
-        stacked = {
-            p: [get(tensors.expert(layer, e, p)) for e in range(geometry.experts)] for p in ("gate", "up", "down")
-        }
-        experts = f"model.layers.{layer}.mlp.experts"
-        halves = [torch.cat(pair) for pair in zip(stacked["gate"], stacked["up"], strict=True)]
-        state[f"{experts}.gate_up_proj"] = torch.stack(halves).float()
-        state[f"{experts}.down_proj"] = torch.stack(stacked["down"]).float()
+    for layer in range(geometry.layers):
+        state |= {f"model.layers.{layer}.{name}": w.float() for name, w in layer_state(geometry, get, layer).items()}
+    return state
+
+
+def layer_state(geometry: Geometry, get: Callable[[str], torch.Tensor], layer: int) -> dict[str, torch.Tensor]:
+    """One layer's tensors under the names of transformers' decoder layer, which stacks its experts."""
+    prefix = f"model.layers.{layer}."
+    names = [name for name in tensors.tensor_shapes(geometry) if name.startswith(prefix) and ".experts." not in name]
+    state = {name.removeprefix(prefix): get(name) for name in names}
+    if layer in geometry.sparse_layers:
+        gate, up, down = (
+            [get(tensors.expert(layer, e, p)) for e in range(geometry.experts)] for p in ("gate", "up", "down")
+        )
+        state["mlp.experts.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gate, up, strict=True)])
+        state["mlp.experts.down_proj"] = torch.stack(down)
     return state

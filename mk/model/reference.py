@@ -104,7 +104,7 @@ class Reference:
         replaces the router's choice; the weights are then the sigmoids of the logits of those ids.
         """
         g = self.geometry
-        h = rms_norm(x, self.weight(tensors.norm(layer)), g.rms_eps)
+        h = self.normed(layer, x)
         attention = self._attention(layer, h, start, cache)
         if g.mlp_kinds[layer] == "dense":
             gate, up, down = (self.weight(tensors.dense(layer, p)) for p in ("gate", "up", "down"))
@@ -112,6 +112,22 @@ class Reference:
         logits = h @ self.weight(tensors.router(layer)).T
         ids = top_k(logits, g.top_k) if expert_ids is None else expert_ids.to(logits.device)
         return LayerOutput(attention, self._experts(layer, h, logits, ids), logits, ids)
+
+    def normed(self, layer: int, x: Tensor) -> Tensor:
+        """What both halves of a layer read, [tokens, hidden]."""
+        return rms_norm(x, self.weight(tensors.norm(layer)), self.geometry.rms_eps)
+
+    def project(self, layer: int, h: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q [q_heads, tokens, d], k and v [kv_heads, tokens, d] of the normed input, rotated where the layer does."""
+        g, tokens = self.geometry, len(h)
+        q, k, v = (
+            (h @ self.weight(tensors.attention(layer, p)).T).view(tokens, -1, g.head_dim).transpose(0, 1) for p in "qkv"
+        )
+        if g.rope[layer]:
+            table = rope_table(g, torch.arange(start, start + tokens))
+            cos, sin = (t.to(h.device, self.dtype) for t in table)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return q, k, v
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits [tokens, vocab] of the residual after the last layer."""
@@ -122,14 +138,7 @@ class Reference:
 
     def _attention(self, layer: int, h: Tensor, start: int, cache: ReferenceCache) -> Tensor:
         g = self.geometry
-        tokens = len(h)
-        q, k, v = (
-            (h @ self.weight(tensors.attention(layer, p)).T).view(tokens, -1, g.head_dim).transpose(0, 1) for p in "qkv"
-        )
-        if g.rope[layer]:
-            table = rope_table(g, torch.arange(start, start + tokens))
-            cos, sin = (t.to(h.device, self.dtype) for t in table)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k, v = self.project(layer, h, start)
         keys, values = cache.append(layer, k, v)
         window = g.window_keys if g.layer_kinds[layer] == "sliding" else None
         heads = torch.cat(list(_attend(q, keys, values, start, window)))

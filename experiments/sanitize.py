@@ -1,0 +1,143 @@
+"""Run compute-sanitizer's memcheck and racecheck over steps of nano, and racecheck over a build with a planted race.
+
+memcheck must find nothing, racecheck must find the planted race: a word of shared memory that two warps write at
+once. What racecheck says of the kernel itself is printed source line by source line, and fails the run unless its
+reason is in `EXPLAINED`. It watches shared memory alone: what SMs tell each other through global memory is the
+verifier's to check.
+
+What makes such findings hard to read here is how the roles of a block meet. They never share a block-wide barrier
+after the first: a word passes from one warp to another through an mbarrier (`Barrier`, ptx.cuh), whose arrive releases
+and whose wait acquires, or through bar.sync among the eight consumers (`consumers_meet`). Bulk copies into the ring
+are ordered by the mbarrier that they complete and by `fence_async_shared` before the next copy into the same slot. A
+checker that does not follow one of these reports the first access behind it as a hazard, though the order is there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from mk.config import Config
+from mk.errors import MkError
+from mk.runs import ROOT, RunFolder
+
+PLANTED = "MK_PLANTED_RACE"
+PLANTED_FILE = "delay.cuh"
+EXPLAINED: dict[str, str] = {}
+"""Source file of a hazard's two accesses, as `a.cuh+b.cuh` in alphabetical order -> why it is none. Empty: none is."""
+
+_SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed)")
+_FINDING = re.compile(r"=+\s+(?:Error|Warning|Info)\b")
+_ACCESS = re.compile(r"(Write|Read|Atomic) access .*?in (?:.*/)?([\w.]+):(\d+)")
+_TIMES = re.compile(r"\[(\d+) hazards?\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a tool said. count: its own total. hazards: source places, `file:line (Write) + file:line (Read)` -> how
+    often. complete: the steps ran to their end."""
+
+    tool: str
+    count: int
+    hazards: dict[str, int]
+    complete: bool
+
+
+def main(cfg: Config) -> int:
+    """Exit status: 0, or 1 when a tool found what is not explained, or did not find what was planted."""
+    sanitizer = find_sanitizer()
+    with RunFolder.create(cfg) as run:
+        found = {}
+        for name, tool, defines in (
+            ("memcheck", "memcheck", ()),
+            ("racecheck", "racecheck", ()),
+            ("planted race", "racecheck", (PLANTED,)),
+        ):
+            output = watch(sanitizer, tool, defines, cfg.experiment.timeout_s)
+            (run.path / f"{name.replace(' ', '-')}.txt").write_text(output)
+            found[name] = parse(tool, output)
+            print("\n".join(report(name, found[name])), flush=True)
+        checks = verdicts(found["memcheck"], found["racecheck"], found["planted race"])
+        print(", ".join(name if passed else f"{name} FAILED" for name, passed in checks.items()))
+        run.append_row(run.row(engine="cuda", dtype="bfloat16", context=[], checks=checks))
+        print(f"run folder: {run.path}")
+    return 0 if all(checks.values()) else 1
+
+
+def find_sanitizer() -> Path:
+    """compute-sanitizer from CUDA_HOME or PATH. Raises MkError when there is none."""
+    candidates = [shutil.which("compute-sanitizer"), "/usr/local/cuda/bin/compute-sanitizer"]
+    if home := os.environ.get("CUDA_HOME"):
+        candidates.insert(0, str(Path(home) / "bin" / "compute-sanitizer"))
+    for candidate in candidates:
+        if candidate and os.access(candidate, os.X_OK):
+            return Path(candidate)
+    raise MkError("no compute-sanitizer found", hint="set CUDA_HOME to a CUDA toolkit, or put it on PATH")
+
+
+def watch(sanitizer: Path, tool: str, defines: tuple[str, ...], timeout_s: int) -> str:
+    """All that a tool printed over `experiments.sanitized_step`. Raises MkError when it takes too long."""
+    command = [str(sanitizer), "--tool", tool, "--print-limit", "1000"]
+    if tool == "racecheck":
+        command += ["--racecheck-report", "analysis"]
+    command += [sys.executable, "-m", "experiments.sanitized_step", *defines]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        raise MkError(f"{tool} took more than {timeout_s} s", hint=f"experiment.timeout_s={2 * timeout_s}") from error
+    return done.stdout + done.stderr
+
+
+def parse(tool: str, output: str) -> Finding:
+    """A tool's report. Raises MkError where it has no summary: the tool did not watch anything."""
+    summary = _SUMMARY.search(output)
+    if summary is None:
+        last = next((line for line in reversed(output.splitlines()) if line.strip()), "nothing")
+        raise MkError(f"{tool} gave no summary; its last line is: {last.strip()}")
+    hazards: Counter[str] = Counter()
+    first = None  # an access, and after it come those that it races with
+    for line in output.splitlines():
+        if _FINDING.match(line):
+            first = None
+        if match := _ACCESS.search(line):
+            kind, file, number = match.groups()
+            access = f"{file}:{number} ({kind})"
+            if first is None:
+                first = access
+            else:
+                times = _TIMES.search(line)
+                hazards[" + ".join(sorted((first, access)))] += int(times[1]) if times else 1
+    count = int(summary[1] or summary[2] or 0)
+    return Finding(tool, count, dict(hazards), "decoded" in output)
+
+
+def files_of(hazard: str) -> str:
+    """The key of `EXPLAINED` for a hazard: the files of its accesses."""
+    return "+".join(sorted(set(re.findall(r"([\w.]+):\d+", hazard))))
+
+
+def verdicts(memory: Finding, races: Finding, planted: Finding) -> dict[str, bool]:
+    unexplained = [hazard for hazard in races.hazards if files_of(hazard) not in EXPLAINED]
+    return {
+        "memcheck_clean": memory.complete and memory.count == 0,
+        "races_explained": races.complete and not unexplained and (races.count == 0 or bool(races.hazards)),
+        "planted_race_found": planted.complete
+        and any(PLANTED_FILE in hazard for hazard in planted.hazards)
+        and not any(PLANTED_FILE in hazard for hazard in races.hazards),
+    }
+
+
+def report(name: str, found: Finding) -> list[str]:
+    """A line for the tool, and one for each pair of source lines, the most frequent first."""
+    ended = "" if found.complete else "; the steps did NOT run to their end"
+    lines = [f"{name}: {found.count} findings at {len(found.hazards)} pairs of source lines{ended}"]
+    for hazard, times in sorted(found.hazards.items(), key=lambda item: -item[1]):
+        why = EXPLAINED.get(files_of(hazard), "planted" if PLANTED_FILE in hazard else "NOT explained")
+        lines.append(f"  {times:>6} x {hazard}: {why}")
+    return lines
