@@ -114,8 +114,8 @@ class Bfloat16Reference(Reference):
 
 
 @dataclass(slots=True)
-class _OneLayer:
-    """A source's tensors on the device, each kept until `forget`: a layer is made once for both precisions."""
+class OneLayer:
+    """A source's tensors on the device, each kept until `forget`: a layer is made once for all who read it."""
 
     source: WeightSource
     device: torch.device
@@ -133,7 +133,7 @@ class _OneLayer:
 @torch.no_grad()
 def consult(source: WeightSource, tokens: Tensor, device: torch.device) -> Oracle:
     """Run both references over `tokens` int64 [T], layer by layer."""
-    g, layers = source.geometry, _OneLayer(source, device)
+    g, layers = source.geometry, OneLayer(source, device)
     exact, rounded = Reference(g, layers.get), Bfloat16Reference(g, layers.get)
     caches = ReferenceCache(), ReferenceCache()
     x, y = exact.embed(tokens), rounded.embed(tokens)

@@ -129,3 +129,19 @@ class Sanitize:
 
     def __post_init__(self) -> None:
         require_at_least("experiment.timeout_s", self.timeout_s, 1)
+
+
+@dataclass(slots=True)
+class KernelCorrectness:
+    name: str
+    layers: list[int] | None  # null = all
+    batches: list[list[int]]  # contexts of each batch's rows, this step's token included, 0 = inactive row
+    logit_std: float  # standard deviation of the scores of history
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not self.batches:
+            raise MkError("experiment.batches is empty", hint="experiment.batches=[[1,64,300]]")
+        for contexts in self.batches:
+            check_contexts("experiment.batches", contexts)
+        require_at_least("experiment.logit_std", self.logit_std, 3)

@@ -72,6 +72,17 @@ class Row:
     pct_matrix: float | None = None  # tflop_s of matrix_tflop_s
     kernel: str | None = None  # the one that p50_ms is of
     tile: str | None = None  # its tile sizes, warps and stages
+    layer: int | None = None  # that the figures below are of; errors are relative distances from float32 of one layer's
+    # contribution, the largest of the batch's rows; ratios the largest of a row's error to its own in bfloat16
+    attention_error: float | None = None
+    attention_error_bf16: float | None = None
+    attention_ratio: float | None = None
+    ffn_error: float | None = None
+    ffn_error_bf16: float | None = None
+    ffn_ratio: float | None = None
+    logit_std: float | None = None  # of attention's scores in float32, over rows, heads and keys in sight
+    needles: int | None = None  # keys that a head must return, or must not
+    experts_implementation: str | None = None  # of transformers, whose layer is the bfloat16 arm
     slow_ns_per_tile: int | None = None  # that one SM was made slower by
     slow_sm_tiles: float | None = None  # attention splits and expert tiles that SM took in a step
     mean_sm_tiles: float | None = None  # the same, mean over all SMs
