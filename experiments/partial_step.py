@@ -8,6 +8,7 @@ give the same bits. `experiment.dump=true` keeps what every wave wrote, by unit,
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -53,8 +54,11 @@ def main(cfg: Config) -> int:
     if engine == "cuda" and cfg.gpu.kind == "cpu":
         plan = dataclasses.replace(plan, n_sm=DeviceFacts.read().sms)
     whole = Programs(g, len(keys), plan).get(bucket_for(max(keys)))
-    earlier = before(whole, settings.start_at)
-    parts = waves_of(whole, settings.start_at, settings.stop_after)
+    try:
+        earlier = before(whole, settings.start_at)
+        parts = waves_of(whole, settings.start_at, settings.stop_after)
+    except MkError as error:
+        raise MkError(_full_keys(str(error)), hint=_full_keys(error.hint or "") or None) from error
     weights = pack(source, device)
     host = PackedWeights(weights.slots.cpu(), weights.norms.cpu(), weights.layout, g)
     caches = [KVCache.for_contexts(g, len(keys), max(keys)) for _ in range(2)]
@@ -114,6 +118,11 @@ def _engine(cfg: Config) -> str:
     if cfg.routing.name != "checkpoint":
         raise MkError(f"partial_step leaves routing to the router, not to routing={cfg.routing.name}")
     return "cuda" if cfg.engine.name == "cuda" or (cfg.engine.name == "auto" and obstacle is None) else "interpreter"
+
+
+def _full_keys(text: str) -> str:
+    """A message about a cut, with its keys as they are given on the command line."""
+    return re.sub(r"\b(start_at|stop_after)=", r"experiment.\1=", text)
 
 
 def _keep(dump: dict[str, np.ndarray]) -> Callable[[Program, Memory, dict[Buffer, Mask]], None]:

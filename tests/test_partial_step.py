@@ -69,7 +69,7 @@ def test_a_wave_that_differs_fails_the_run(
     [
         ("engine=reference", "engine=reference has none"),
         ("routing=uniform", "not to routing=uniform"),
-        ("experiment.start_at=2.qkw", "start_at=2.qkw: no such wave"),
+        ("experiment.start_at=2.qkw", "^experiment.start_at=2.qkw: no such wave"),
         ("experiment.contexts=[0,0]", "every row is inactive"),
     ],
 )

@@ -108,7 +108,7 @@ def _ends(start_at: str | None, stop_after: str | None, steps: Sequence[Place]) 
                       hint=f"start_at={begin.layer}.lm_head")  # fmt: skip
     if steps.index(last) < steps.index(begin):
         ends = f"start_at={begin.name} stop_after={last.name}"
-        raise MkError(f"{ends}: the step runs {last.name} first", hint="exchange them, or see wave_order")
+        raise MkError(f"{ends}: the step runs {last.name} first", hint=f"start_at={last.name} stop_after={begin.name}")
     return begin, last
 
 
