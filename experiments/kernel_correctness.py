@@ -8,13 +8,13 @@ attention would be an average, and a wrong one would hide. Then single keys must
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from experiments.device_weights import open_weights, pack
 from experiments.kernel_checks import OneLayer
 from experiments.layer_arms import (
     EXPERTS_IMPLEMENTATION,
@@ -26,18 +26,16 @@ from experiments.layer_arms import (
     TransformersArm,
 )
 from experiments.needles import passes, place, returned, turned_away, with_needles
-from experiments.opening import make_runtime, open_source, pack
+from experiments.opening import machine_under_test, make_runtime, plan_for
 from mk.build import build
 from mk.config import Config
-from mk.device import DeviceFacts
-from mk.engines import cuda_obstacle
 from mk.errors import MkError
 from mk.kv import KINDS, KVCache, PageAllocator, blocks_of
 from mk.model.geometry import Geometry
 from mk.model.packing import PackedWeights
 from mk.model.reference import Reference
 from mk.model.tensors import WeightSource
-from mk.programs import Plan, Programs, bucket_for
+from mk.programs import Programs, bucket_for
 from mk.rows import Row
 from mk.runs import RunFolder
 from mk.schedule.lower import Program
@@ -90,9 +88,9 @@ def worst_ratio(errors: Sequence[tuple[float, float]]) -> float:
 
 def main(cfg: Config) -> int:
     """Exit status: 0, or 1 when a verdict is no."""
-    engine = _engine(cfg)
+    engine = machine_under_test(cfg, max(map(len, cfg.experiment.batches)))
     device = torch.device("cuda" if engine == "cuda" else "cpu")
-    settings, source = cfg.experiment, open_source(cfg, device)
+    settings, source = cfg.experiment, open_weights(cfg, device)
     g = source.geometry
     chosen = list(range(g.layers)) if settings.layers is None else settings.layers
     for layer in chosen:
@@ -120,24 +118,11 @@ def main(cfg: Config) -> int:
     return 0 if all(all(row.checks.values()) for row in rows) else 1
 
 
-def _engine(cfg: Config) -> str:
-    """cuda where it was asked for or `auto` finds it, else interpreter. Raises MkError."""
-    rows = max(len(contexts) for contexts in cfg.experiment.batches)
-    obstacle = cuda_obstacle(cfg, rows)
-    if cfg.engine.name == "reference":
-        raise MkError("kernel_correctness tests descriptors, engine=reference has none", hint="engine=interpreter")
-    if cfg.engine.name == "cuda" and obstacle is not None:
-        raise obstacle
-    return "cuda" if cfg.engine.name == "cuda" or (cfg.engine.name == "auto" and obstacle is None) else "interpreter"
-
-
 def _batches(
     cfg: Config, source: WeightSource, engine: str, device: torch.device
 ) -> tuple[list[Batch], list[Program], str | None]:
     """The batches with their machines, their programs, and the library's hash where there is one."""
-    g, plan, contexts = source.geometry, Plan.from_config(cfg), cfg.experiment.batches
-    if engine == "cuda" and cfg.gpu.kind == "cpu":
-        plan = dataclasses.replace(plan, n_sm=DeviceFacts.read().sms)
+    g, plan, contexts = source.geometry, plan_for(cfg, engine), cfg.experiment.batches
     programs = [Programs(g, len(keys), plan).get(bucket_for(max(keys))) for keys in contexts]
     longest = max(max(keys) for keys in contexts)
     # the batches take turns in one pool: each writes the history of a layer before it runs the layer

@@ -1,15 +1,39 @@
-"""The runtime of experiments on a card."""
+"""What experiments on the kernel share: the machine that is tested, its plan, its runtime."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from mk.build import Library
 from mk.config import Config
+from mk.device import DeviceFacts
+from mk.engines import cuda_obstacle
 from mk.errors import MkError
 from mk.model.geometry import SLOT_BYTES
 from mk.model.packing import PackedWeights
+from mk.programs import Plan
 from mk.runtime import Runtime
+
+
+def machine_under_test(cfg: Config, rows: int) -> str:
+    """cuda where `engine` asks for it or `auto` finds a card, else interpreter. Raises MkError for an engine that is
+    not here, or executes no descriptors."""
+    if cfg.engine.name == "reference":
+        raise MkError(f"{cfg.experiment.name} tests descriptors, engine=reference has none", hint="engine=interpreter")
+    obstacle = cuda_obstacle(cfg, rows)
+    if cfg.engine.name == "cuda" and obstacle is not None:
+        raise obstacle
+    return "interpreter" if cfg.engine.name == "interpreter" or obstacle is not None else "cuda"
+
+
+def plan_for(cfg: Config, engine: str) -> Plan:
+    """The configured plan. Virtual SMs are for the interpreter: without a card in the gpu group, the kernel gets all
+    of the card that is here."""
+    plan = Plan.from_config(cfg)
+    if engine == "cuda" and cfg.gpu.kind == "cpu":
+        plan = dataclasses.replace(plan, n_sm=DeviceFacts.read().sms)
+    return plan
 
 
 def make_runtime(

@@ -7,24 +7,23 @@ give the same bits. `experiment.dump=true` keeps what every wave wrote, by unit,
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from experiments.opening import make_runtime, open_source, pack
+from experiments.device_weights import open_weights, pack
+from experiments.opening import machine_under_test, make_runtime, plan_for
 from mk.build import build
 from mk.config import Config
-from mk.device import DeviceFacts
-from mk.engines import cuda_obstacle
 from mk.errors import MkError
 from mk.interpreter import Machine
 from mk.interpreter.memory import Memory
 from mk.isa import Buffer
 from mk.kv import KVCache, blocks_of
 from mk.model.packing import PackedWeights
+from mk.model.tensors import WeightSource
 from mk.parts import (
     InterpreterWorker,
     KernelWorker,
@@ -37,7 +36,8 @@ from mk.parts import (
     synthetic_pages,
 )
 from mk.parts.fields import Mask
-from mk.programs import Plan, Programs, bucket_for
+from mk.programs import Programs, bucket_for
+from mk.rows import Row
 from mk.runs import RunFolder
 from mk.schedule.cut import before, waves_of
 from mk.schedule.lower import Program
@@ -46,32 +46,20 @@ from mk.schedule.lower import Program
 def main(cfg: Config) -> int:
     """Exit status: 0, or 1 when a wave differs by more than the noise."""
     settings = cfg.experiment
-    engine = _engine(cfg)
-    device = torch.device("cuda" if engine == "cuda" else "cpu")
-    source = open_source(cfg, device)
+    engine = machine_under_test(cfg, len(settings.contexts))
+    if cfg.routing.name != "checkpoint":
+        raise MkError(f"partial_step leaves routing to the router, not to routing={cfg.routing.name}")
+    source = open_weights(cfg, torch.device("cuda" if engine == "cuda" else "cpu"))
     g, keys = source.geometry, settings.contexts
-    plan = Plan.from_config(cfg)
-    if engine == "cuda" and cfg.gpu.kind == "cpu":
-        plan = dataclasses.replace(plan, n_sm=DeviceFacts.read().sms)
-    whole = Programs(g, len(keys), plan).get(bucket_for(max(keys)))
+    whole = Programs(g, len(keys), plan_for(cfg, engine)).get(bucket_for(max(keys)))
     try:
         earlier = before(whole, settings.start_at)
         parts = waves_of(whole, settings.start_at, settings.stop_after)
     except MkError as error:
         raise MkError(_full_keys(str(error)), hint=_full_keys(error.hint or "") or None) from error
-    weights = pack(source, device)
-    host = PackedWeights(weights.slots.cpu(), weights.norms.cpu(), weights.layout, g)
-    caches = [KVCache.for_contexts(g, len(keys), max(keys)) for _ in range(2)]
-    expected: Worker = InterpreterWorker(Machine(host, caches[0], "kernel", settings.seed), whole.shape)
-    if engine == "cuda":
-        library = build(g, plan.splits)
-        runtime = make_runtime(cfg, library, weights, caches[1].pages, blocks_of(max(keys)), max(keys))
-        tested: Worker = KernelWorker(runtime, whole.shape, caches[1])
-    else:
-        library = None
-        tested = InterpreterWorker(Machine(host, caches[1], "kernel", settings.seed + 1), whole.shape)
-    pages = caches[0].allocator(len(keys), blocks_of(max(keys)), settings.seed)
-    synthetic_pages(caches[0], pages, keys, settings.seed, settings.kv_std)
+    expected, tested, build_hash = _machines(cfg, engine, source, whole)
+    pages = expected.kv.allocator(len(keys), blocks_of(max(keys)), settings.seed)
+    synthetic_pages(expected.kv, pages, keys, settings.seed, settings.kv_std)
     tokens = torch.randint(g.vocab, (len(keys),), generator=torch.Generator().manual_seed(settings.seed)).tolist()
     inputs = StepInput(keys, tokens, pages.table)
     if earlier is not None:
@@ -81,43 +69,50 @@ def main(cfg: Config) -> int:
             f"{cfg.model.name}, weights {source.label}: {tested.name} against interpreter, contexts {keys}", flush=True
         )
         dump: dict[str, np.ndarray] = {}
-        allowed = Tolerances(g, exact=engine != "cuda")
         results = []
+        allowed = Tolerances(g, exact=engine != "cuda")
         for result in compare_waves(parts, expected, tested, inputs, allowed, _keep(dump) if settings.dump else None):
             results.append(result)
             print("\n".join(lines(result)), flush=True)
         if settings.dump:
             np.savez_compressed(run.path / "waves.npz", **dump)
-        worst = max((d.worst for result in results for d in result.differences), default=0.0)
-        row = run.row(
-            engine=tested.name,
-            dtype="bfloat16",
-            context=keys,
-            batch=len(keys),
-            checks={"schedule_verified": True, "waves_within_noise": all(result.passed for result in results)},
-            build_hash=library.build_hash if library else None,
-            schedule_hash=whole.schedule_hash,
-            waves=len(results),
-            worst_of_tolerance=worst if np.isfinite(worst) else None,
-        )
-        run.append_row(row)
+        run.append_row(_row(run, whole, tested, keys, results, build_hash))
         failed = [result.name for result in results if not result.passed]
         print(f"{len(results)} waves, {len(failed)} beyond the noise{': ' if failed else ''}{', '.join(failed)}")
         print(f"run folder: {run.path}")
     return 1 if failed else 0
 
 
-def _engine(cfg: Config) -> str:
-    """The tested machine: cuda where it was asked for or `auto` finds it, else interpreter. Raises MkError."""
-    if cfg.engine.name == "reference":
-        raise MkError("partial_step runs descriptors, engine=reference has none", hint="engine=interpreter")
-    rows = len(cfg.experiment.contexts)
-    obstacle = cuda_obstacle(cfg, rows)
-    if cfg.engine.name == "cuda" and obstacle is not None:
-        raise obstacle
-    if cfg.routing.name != "checkpoint":
-        raise MkError(f"partial_step leaves routing to the router, not to routing={cfg.routing.name}")
-    return "cuda" if cfg.engine.name == "cuda" or (cfg.engine.name == "auto" and obstacle is None) else "interpreter"
+def _machines(cfg: Config, engine: str, source: WeightSource, whole: Program) -> tuple[Worker, Worker, str | None]:
+    """The interpreter, the machine that is compared with it, and the hash of the kernel's library where it is that."""
+    g, settings, longest = source.geometry, cfg.experiment, max(cfg.experiment.contexts)
+    weights = pack(source, torch.device("cuda" if engine == "cuda" else "cpu"))
+    host = PackedWeights(weights.slots.cpu(), weights.norms.cpu(), weights.layout, g)
+    caches = [KVCache.for_contexts(g, whole.shape.rows, longest) for _ in range(2)]
+    expected = InterpreterWorker(Machine(host, caches[0], "kernel", settings.seed), whole.shape)
+    if engine == "interpreter":
+        other = Machine(host, caches[1], "kernel", settings.seed + 1)
+        return expected, InterpreterWorker(other, whole.shape), None
+    library = build(g, whole.shape.splits)
+    runtime = make_runtime(cfg, library, weights, caches[1].pages, blocks_of(longest), longest)
+    return expected, KernelWorker(runtime, whole.shape, caches[1]), library.build_hash
+
+
+def _row(
+    run: RunFolder, whole: Program, tested: Worker, keys: list[int], results: list[WaveResult], build_hash: str | None
+) -> Row:
+    worst = max((d.worst for result in results for d in result.differences), default=0.0)
+    return run.row(
+        engine=tested.name,
+        dtype="bfloat16",
+        context=keys,
+        batch=len(keys),
+        checks={"schedule_verified": True, "waves_within_noise": all(result.passed for result in results)},
+        build_hash=build_hash,
+        schedule_hash=whole.schedule_hash,
+        waves=len(results),
+        worst_of_tolerance=worst if np.isfinite(worst) else None,
+    )
 
 
 def _full_keys(text: str) -> str:

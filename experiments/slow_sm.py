@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from experiments.decode_throughput import Timing, measure
+from experiments.device_weights import open_weights, pack
 from experiments.forced_routing import forced_ids
 from experiments.kernel_checks import same_bits
-from experiments.opening import make_runtime, open_source, pack
+from experiments.opening import make_runtime
 from mk.build import build
 from mk.config import Config
 from mk.device import DeviceFacts
@@ -48,7 +49,7 @@ def main(cfg: Config) -> int:
     if not torch.cuda.is_available():
         raise MkError("slow_sm needs a GPU, and torch sees none here")
     DeviceFacts.read().require(cfg.gpu)
-    settings, source = cfg.experiment, open_source(cfg, DEVICE)
+    settings, source = cfg.experiment, open_weights(cfg, DEVICE)
     g, static = source.geometry, replace(Plan.from_config(cfg), attention_claimers=0, moe_claimers=0)
     stealing = replace(static, attention_claimers=static.n_sm, moe_claimers=static.n_sm, claim_ahead=2)
     library = build(g, static.splits, defines=(DELAYS,))

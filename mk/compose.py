@@ -27,6 +27,7 @@ from mk.errors import MkError
 from mk.validation import closest
 
 TOP_KEYS = tuple(field.name for field in dataclasses.fields(Config))
+COLUMN = 20  # of the help text: the longest name, and room
 HELP_HINT = "python run.py --help lists experiments, groups and options"
 
 ConfigStore.instance().store(name="schema", node=Config)
@@ -104,12 +105,12 @@ def help_text() -> str:
         "experiments (* = default)",
     ]
     for name in group_options("experiment"):
-        lines.append(f"  {_starred('experiment', name, chosen):20}{_experiment_line(name)}")
+        lines.append(f"  {_starred('experiment', name, chosen):{COLUMN}}{_experiment_line(name)}")
     lines += ["", "groups (* = default)"]
     for group in GROUPS:
         if group != "experiment":
             options = " ".join(_starred(group, option, chosen) for option in group_options(group))
-            lines += [f"  {group:18}{options}", f"  {'':18}{_group_line(group)}"]
+            lines += [f"  {group:{COLUMN}}{options}", f"  {'':{COLUMN}}{_group_line(group)}"]
     others = ", ".join(key for key in TOP_KEYS if key not in GROUPS)
     lines += ["", f"other keys: {others}. MK_TRACE=1 prints tracebacks."]
     return "\n".join(lines)

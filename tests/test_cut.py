@@ -131,7 +131,12 @@ def test_an_order_that_names_a_wave_twice_has_numbered_parts() -> None:
         ("attn", None, "start_at=attn: no such wave", "start_at="),
         (None, "0.moe_up", "stop_after=0.moe_up: no such wave, layer 0 has embed, qkv, .*dense_up", "stop_after="),
         (None, "2.attn.1", "stop_after=2.attn.1: no such wave", "stop_after=2.attn"),
-        ("3.qkv", "2.rmsnorm", "start_at=3.qkv stop_after=2.rmsnorm: the step runs 2.rmsnorm first", "start_at=2.rmsnorm stop_after=3.qkv"),
+        (
+            "3.qkv",
+            "2.rmsnorm",
+            "start_at=3.qkv stop_after=2.rmsnorm: the step runs 2.rmsnorm first",
+            "start_at=2.rmsnorm stop_after=3.qkv",
+        ),
         (f"{LAYERS}.sample", None, "what lm_head gives the sampler lies with the SMs", f"start_at={LAYERS}.lm_head"),
         ("2.moe_gather", "2.moe_gather", "this plan has no task there", "before or after"),
     ],
@@ -160,9 +165,8 @@ def without(part: Program, op: str) -> Program:
     keep = part.words[:, Word.OPCODE] != ISA.named(op).opcode
     kept = part.cut.kept.copy()
     kept[np.flatnonzero(kept)[~keep]] = False
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(part.sm_of[keep], minlength=part.shape.n_sm))])
     origin = dataclasses.replace(part.cut, kept=kept)
-    return dataclasses.replace(part, words=part.words[keep], offsets=offsets.astype(np.int32), cut=origin)
+    return dataclasses.replace(part, words=part.words[keep], offsets=part.offsets_of(keep), cut=origin)
 
 
 def test_what_lived_in_an_sm_must_be_made_again() -> None:

@@ -76,10 +76,8 @@ def cut(program: Program, start_at: str | None = None, stop_after: str | None = 
     _clear_queues(program, kept)
     words, counters = _rewire(program.words[kept].copy(), program.counters)
     words[words[:, Word.OPCODE] == ISA.named("residual").opcode, Word.FLAGS] |= Flag.PART
-    lists = np.bincount(program.sm_of[kept], minlength=program.shape.n_sm)
-    offsets = np.concatenate([[0], np.cumsum(lists)]).astype(np.int32)
     origin = Cut(name, program, kept, earlier & ~kept)
-    return replace(program, words=words, offsets=offsets, counters=counters, cut=origin)
+    return replace(program, words=words, offsets=program.offsets_of(kept), counters=counters, cut=origin)
 
 
 def waves_of(program: Program, start_at: str | None = None, stop_after: str | None = None) -> list[Program]:

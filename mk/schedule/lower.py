@@ -80,6 +80,10 @@ class Program:
         """Track of every descriptor [n]."""
         return np.repeat(np.arange(self.tracks), np.diff(self.offsets))
 
+    def offsets_of(self, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
+        """Where the lists begin when of all descriptors only `kept` [n] are left."""
+        return np.concatenate([[0], np.cumsum(kept)])[self.offsets].astype(np.int32)
+
     @property
     def sm_of(self) -> npt.NDArray[np.int64]:
         """SM of every descriptor [n]."""

@@ -89,8 +89,7 @@ class Earlier:
     def __init__(self, part: Program) -> None:
         assert part.cut is not None
         whole, done = part.cut.whole, part.cut.done
-        offsets = np.concatenate([[0], np.cumsum(np.bincount(whole.sm_of[done], minlength=whole.shape.n_sm))])
-        self.program = replace(whole, words=whole.words[done], offsets=offsets.astype(np.int32))
+        self.program = replace(whole, words=whole.words[done], offsets=whole.offsets_of(done))
         self.names = Names(self.program)
         self.writes = gather(self.program, self.names)[1]
 

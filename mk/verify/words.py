@@ -92,8 +92,8 @@ SYNCHRONISATION = [*range(Word.WAIT0, Word.SIGNAL_VALUE + 1)]
 
 def check_part(program: Program, cut: Cut, names: Names) -> None:
     """A part's descriptors are its whole's, waits and signals apart. Raises VerifyError("word")."""
-    of, expected = program.sm_of, cut.whole.words[cut.kept]
-    if len(program.words) != len(expected) or (of != cut.whole.sm_of[cut.kept]).any() or (cut.kept & cut.done).any():
+    expected = cut.whole.words[cut.kept]
+    if (program.offsets != cut.whole.offsets_of(cut.kept)).any() or (cut.kept & cut.done).any():
         raise VerifyError("word", f"the lists of {cut.name} are not those of the step it is a part of")
     expected[expected[:, Word.OPCODE] == ISA.named("residual").opcode, Word.FLAGS] |= Flag.PART
     expected[:, SYNCHRONISATION] = program.words[:, SYNCHRONISATION]
