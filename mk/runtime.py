@@ -20,7 +20,7 @@ from mk.errors import MkError
 from mk.graph import QUEUE_KINDS
 from mk.host_ring import HostRing, StepTokens
 from mk.interpreter.step import Status
-from mk.isa import Buffer, Word
+from mk.isa import NONE, Buffer, Word
 from mk.kv import KINDS, PAGE, Blocks, blocks_of, first_visible, kv_layers
 from mk.model.packing import PackedWeights
 from mk.model.reference import rope_table
@@ -369,7 +369,8 @@ class Runtime:
                 reasons = [text for flag, text in MEANING.items() if flags & flag]
                 if flags & Status.EXPERT_ID and "forced_ids" in self._buffers:
                     ids, experts = self["forced_ids"][:, row].cpu(), self.geometry.experts
-                    for layer, rank in ((ids < -1) | (ids >= experts)).nonzero().tolist()[:1]:
+                    replaced = ids[:, :1] != NONE  # layers whose router has no say in this row
+                    for layer, rank in (replaced & ((ids < 0) | (ids >= experts))).nonzero().tolist()[:1]:
                         reasons[-1] += f": layer {layer} got {ids[layer, rank]}, ids are 0..{experts - 1}"
                 raise MkError(f"{what}: row {row}: {', '.join(reasons)}", hint="mk/interpreter/step.py lists the flags")
 
