@@ -23,6 +23,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.sanitized_step import library
 from mk.config import Config
 from mk.errors import MkError
 from mk.runs import ROOT, RunFolder
@@ -59,6 +60,7 @@ def main(cfg: Config) -> int:
             ("racecheck", "racecheck", ()),
             ("planted race", "racecheck", (PLANTED,)),
         ):
+            library(defines)
             output = watch(sanitizer, tool, defines, cfg.experiment.timeout_s)
             (run.path / f"{name.replace(' ', '-')}.txt").write_text(output)
             found[name] = parse(tool, output)

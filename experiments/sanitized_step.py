@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import torch
 
 from experiments.kernel_checks import fill
-from mk.build import build
+from mk.build import Library, build
 from mk.graph import LAYER_WAVES
 from mk.kv import KINDS, PageAllocator, blocks_of
 from mk.model.checkpoint import load_checkpoint
+from mk.model.geometry import Geometry
 from mk.model.opening import NANO
 from mk.model.packing import PackedWeights
 from mk.programs import Plan, Programs
@@ -27,15 +28,20 @@ SPLITS = SplitPolicy(128, 2)
 KEYS = (320, 0, 64)
 STEPS = 2
 TIME_LIMIT_S = 120.0
+DEVICE = torch.device("cuda")
+
+
+def library(defines: Sequence[str] = ()) -> Library:
+    """The kernel that is watched. The caller of a sanitizer builds it first, so that the time limit is the steps'."""
+    return build(Geometry.from_hf_config(NANO), SPLITS, defines=tuple(defines))
 
 
 def main(defines: Sequence[str] = ()) -> None:
     source = load_checkpoint(NANO)
     g, longest = source.geometry, max(KEYS) + STEPS
-    library = build(g, SPLITS, defines=tuple(defines))
-    weights = PackedWeights.from_state(source.tensor, g, "cuda")
+    weights = PackedWeights.from_state(source.tensor, g, DEVICE)
     counts = dict.fromkeys(KINDS, len(KEYS) * blocks_of(longest))
-    runtime = Runtime(library, weights, counts, blocks_of(longest), longest, time_limit_s=TIME_LIMIT_S)
+    runtime = Runtime(library(defines), weights, counts, blocks_of(longest), longest, time_limit_s=TIME_LIMIT_S)
     fill(runtime, 1.0)
     for claimers in (0, SMS):
         plan = Plan(SMS, LAYER_WAVES, "row_owner", claimers, claimers, splits=SPLITS)

@@ -7,10 +7,15 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
-from experiments import sanitize
+from experiments import sanitize, sanitized_step
 from experiments.sanitize import EXPLAINED, Finding, files_of, find_sanitizer, parse, report, verdicts
 from mk.errors import MkError
+from mk.runtime import Runtime
+from tests.device_rig import FakeLibrary, fake_build, fake_device
+
+__all__ = ["fake_device"]
 
 STEPS = "decoded 2 steps twice, last tokens [1, 2, 3]\n"
 CLEAN = f"========= COMPUTE-SANITIZER\n{STEPS}========= ERROR SUMMARY: 0 errors\n"
@@ -63,6 +68,21 @@ def test_verdicts_need_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not verdicts(clean, other, found)["races_explained"]
     monkeypatch.setitem(EXPLAINED, "gemm.cuh+storer.cuh", "an mbarrier orders them")
     assert verdicts(clean, other, found)["races_explained"]
+
+
+def test_the_watched_steps_decode(fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """On a stand-in for the card: static lists, then stealing, two queued steps each."""
+
+    def runtime(*args: object, **more: object) -> Runtime:
+        fake_device.runtime = Runtime(*args, **more)
+        return fake_device.runtime
+
+    monkeypatch.setattr(sanitized_step, "Runtime", runtime)
+    monkeypatch.setattr(sanitized_step, "build", fake_build)
+    monkeypatch.setattr(sanitized_step, "DEVICE", torch.device("cpu"))
+    sanitized_step.main([sanitize.PLANTED])
+    assert fake_device.launches == 4 and capsys.readouterr().out.startswith("decoded 2 steps twice")
+    assert fake_device.runtime.defines == ("MK_PLANTED_RACE",)
 
 
 def test_the_tool_is_found_or_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
