@@ -78,8 +78,8 @@ class LayerParts:
 
     def __getitem__(self, layer: int) -> Program:
         if layer not in self._parts:
-            ends = ("embed", "lm_head", "sample")
-            waves = [p.name for p in places(self.whole) if p.layer == layer and p.wave not in ends and p.end > p.first]
+            own = [place for place in places(self.whole) if place.layer == layer and place.end > place.first]
+            waves = [place.name for place in own if place.wave != "embed"]
             self._parts[layer] = cut(self.whole, waves[0], waves[-1])
             verify(self._parts[layer])
         return self._parts[layer]

@@ -81,12 +81,12 @@ def cut(program: Program, start_at: str | None = None, stop_after: str | None = 
 
 
 def waves_of(program: Program, start_at: str | None = None, stop_after: str | None = None) -> list[Program]:
-    """The part that `cut` makes, as parts of one wave each, in list order; the head and the sampler stay together."""
+    """The part that `cut` makes, as parts of one wave each, in list order; the head and what samples stay together."""
     steps = places(program)
     begin, last = _ends(start_at, stop_after, steps)
-    names = [place.name for place in steps[steps.index(begin) : steps.index(last) + 1] if place.end > place.first]
-    parts = [cut(program, name, name) for name in names if not name.endswith((".lm_head", ".sample"))]
-    tail = [name for name in names if name.endswith((".lm_head", ".sample"))]
+    wanted = [place for place in steps[steps.index(begin) : steps.index(last) + 1] if place.end > place.first]
+    parts = [cut(program, place.name, place.name) for place in wanted if place.layer < steps[-1].layer]
+    tail = [place.name for place in wanted if place.layer == steps[-1].layer]
     return [*parts, cut(program, tail[0], tail[-1])] if tail else parts
 
 
@@ -101,9 +101,12 @@ def before(program: Program, start_at: str | None) -> Program | None:
 def _ends(start_at: str | None, stop_after: str | None, steps: Sequence[Place]) -> tuple[Place, Place]:
     begin = steps[0] if start_at is None else _find("start_at", start_at, steps)[0]
     last = steps[-1] if stop_after is None else _find("stop_after", stop_after, steps)[-1]
-    if begin.wave == "sample":
-        raise MkError(f"start_at={begin.name}: what lm_head gives the sampler lies with the SMs that made it",
-                      hint=f"start_at={begin.layer}.lm_head")  # fmt: skip
+    head = next(place for place in steps if place.layer == steps[-1].layer)
+    if steps.index(begin) > steps.index(head):
+        raise MkError(
+            f"start_at={begin.name}: what {head.wave} gives the sampler lies with the SMs that made it",
+            hint=f"start_at={head.name}",
+        )
     if steps.index(last) < steps.index(begin):
         ends = f"start_at={begin.name} stop_after={last.name}"
         raise MkError(f"{ends}: the step runs {last.name} first", hint=f"start_at={last.name} stop_after={begin.name}")
