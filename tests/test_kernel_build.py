@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.sanitize import PLANTED
 from mk import build as building
 from mk import step_params
 from mk.build import CSRC, Library, build, find_nvcc, geometry_header
@@ -27,6 +28,7 @@ from mk.kv import PAGE
 from mk.model.geometry import PRESETS, SLOT_BYTES, Geometry
 from mk.model.opening import NANO
 from mk.noise import MASS_BITS
+from mk.runtime import DELAYS
 from mk.shortlist import BINS
 from mk.splits import SplitPolicy
 from tests.csrc_constants import constants
@@ -52,6 +54,16 @@ def test_the_kernel_fits_an_sm_and_spills_nothing(libraries: dict[str, Library],
     assert library.stack_bytes == 0  # no array that an index keeps out of registers
     assert 0 < library.registers <= MAX_REGISTERS
     assert library.open().mk_shared_bytes() == SHARED_BYTES[model]
+    assert library.open().mk_shared_bytes() <= 227 * 1024
+
+
+def test_the_builds_for_tests_compile_too(libraries: dict[str, Library]) -> None:
+    """Injected delays and a planted race; their names are those that csrc/ asks for."""
+    text = (CSRC / "delay.cuh").read_text()
+    assert all(f"#ifdef {name}\n" in text for name in (DELAYS, PLANTED))
+    library = build(GEOMETRIES["nano"], libraries["nano"].splits, defines=(DELAYS, PLANTED))
+    assert library.build_hash != libraries["nano"].build_hash and library.defines == (DELAYS, PLANTED)
+    assert library.registers <= MAX_REGISTERS  # a few may spill: nobody times these
     assert library.open().mk_shared_bytes() <= 227 * 1024
 
 
