@@ -25,6 +25,7 @@ from mk.kv import blocks_of
 from mk.programs import Plan, Programs, bucket_for
 from mk.runs import RunFolder
 from mk.runtime import DELAYS, Runtime
+from mk.sampling import SamplingParams
 from mk.schedule.lower import Program
 
 DEVICE = torch.device("cuda")
@@ -116,7 +117,8 @@ def _run(cfg: Config, runtime: Runtime, program: Program, schedule: str, slow_ns
     runtime["tiles_taken"].zero_()
     runtime.stream.wait_stream(torch.cuda.current_stream())
     runtime.inject_delays(slow_sm=settings.sm, slow_ns=slow_ns)
-    timing = measure(runtime, program, forced, settings.context, settings.steps, settings.warmup, SEED)
+    greedy = [SamplingParams()] * settings.batch
+    timing = measure(runtime, program, forced, greedy, settings.context, settings.steps, settings.warmup, SEED)
     runtime.inject_delays()
     taken = runtime["tiles_taken"].double() / steps
     logits = runtime["logits"][: settings.batch, : runtime.geometry.vocab].clone()

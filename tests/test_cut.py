@@ -27,6 +27,7 @@ PLANS = [
     ("interleaved", "round_robin", False),
     ("attention_first", "row_owner", True),
     ("oproj_before_down", "dependency_affinity", False),
+    ("oproj_prefetch", "row_owner", False),
 ]
 
 

@@ -87,7 +87,7 @@ def weights() -> PackedWeights:
 
 
 def decode(loaded: Program, starve: int | None = None, seed: int = 0) -> bytes:
-    """Logits and tokens of the steps, as bytes. `starve`: that SM runs only when no other can."""
+    """Logits and tokens of the steps, as bytes. `starve`: that track runs only when no other can."""
     blocks = -(-BUCKET // 64)
     kv = KVCache(GEOMETRY, len(KEYS) * blocks, len(KEYS) * blocks)
     allocator = kv.allocator(len(KEYS), blocks, seed=1)
@@ -100,7 +100,7 @@ def decode(loaded: Program, starve: int | None = None, seed: int = 0) -> bytes:
         allocator.reserve(row, keys + STEPS - 1)
     machine = Machine(weights(), kv, seed=seed)
     if starve is not None:
-        machine.pick = lambda runnable: next((i for i, sm in enumerate(runnable) if sm.sm != starve), 0)
+        machine.pick = lambda runnable: next((i for i, at in enumerate(runnable) if at.track != starve), 0)
     machine.load(loaded)
     sampling = [SamplingParams(1.0, 30, 0.9, seed=2), SamplingParams()] if loaded.shape.draws else None
     outputs = machine.run(StepInputs([7, 60], np.array(KEYS), allocator.table, sampling), STEPS)
@@ -146,7 +146,7 @@ def expected(name: str) -> bytes:
 def test_verifier_and_oracle_accept_what_lowering_makes(name: str) -> None:
     assert refusal(program(name)) is None
     assert race(program(name)) is None
-    for starve in range(program(name).shape.n_sm):
+    for starve in range(program(name).tracks):
         assert decode(program(name), starve) == expected(name)
 
 
@@ -182,7 +182,7 @@ def test_kill_rate(figure: Callable[[str], None]) -> None:
 
 
 def test_oracle_and_hostile_interleavings_agree(figure: Callable[[str], None]) -> None:
-    """A race or deadlock that the oracle sees shows in the bits of some interleaving that starves one SM; none shows
+    """A race or deadlock that the oracle sees shows in the bits of some interleaving that starves one track; none shows
     in a program that the oracle finds determinate. Not of programs that draw: half a histogram may give the same token.
     """
     plain = [name for name in PROGRAMS if not name.endswith("draws")]
@@ -194,7 +194,7 @@ def test_oracle_and_hostile_interleavings_agree(figure: Callable[[str], None]) -
             mutant = KINDS[kind](program(name), rng)
             if mutant is None:
                 continue
-            results = {result(mutant, starve) for starve in (None, *range(mutant.shape.n_sm))}
+            results = {result(mutant, starve) for starve in (None, *range(mutant.tracks))}
             if race(mutant):
                 racing += 1
                 shown += results != {expected(name)}
