@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.device_weights import open_weights, pack
+from experiments.device_weights import HeldWeights, hold_weights
 from experiments.forced_routing import distinct_experts, forced_ids
-from experiments.kernel_checks import Outcome, consult, fill, run_checks
+from experiments.kernel_checks import Outcome, fill, run_checks
 from experiments.opening import make_runtime
 from mk.build import Library, build
 from mk.config import Config
@@ -25,7 +25,6 @@ from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.kv import KINDS, PageAllocator, blocks_of
 from mk.model.packing import PackedWeights
-from mk.model.tensors import WeightSource
 from mk.programs import Plan, Programs, bucket_for
 from mk.roofline import step_bytes, uniform_experts
 from mk.rows import Row
@@ -57,6 +56,12 @@ class Timing:
 
 def main(cfg: Config) -> int:
     """Exit status 0; whatever is wrong is an MkError."""
+    run(cfg)
+    return 0
+
+
+def run(cfg: Config) -> list[Row]:
+    """A row a batch. Raises MkError for what cannot be measured, a check that fails and figures that cannot be."""
     _check_settings(cfg)
     if not torch.cuda.is_available():
         raise MkError(
@@ -65,7 +70,8 @@ def main(cfg: Config) -> int:
         )
     DeviceFacts.read().require(cfg.gpu)
     settings = cfg.experiment
-    source = open_weights(cfg, DEVICE)
+    held = hold_weights(cfg, DEVICE)
+    source = held.source
     geometry, plan = source.geometry, Plan.from_config(cfg)
     library = build(geometry, plan.splits)
     print(
@@ -76,9 +82,9 @@ def main(cfg: Config) -> int:
     programs = {rows: Programs(geometry, rows, plan).get(bucket, draws) for rows in {1, *settings.batches}}
     total = settings.warmup + settings.steps
     routes = {rows: forced_ids(cfg.routing, geometry, rows, total) for rows in settings.batches}
-    runtime = _runtime(cfg, library, pack(source, DEVICE))
-    with RunFolder.create(cfg) as run:
-        outcomes = _check(runtime, source, programs, settings.batches, settings.check_tokens)
+    runtime = _runtime(cfg, library, held.packed)
+    with RunFolder.create(cfg) as folder:
+        outcomes = _check(runtime, held, programs, settings.batches, settings.check_tokens)
         rows = []
         for batch in settings.batches:
             timing = measure(
@@ -90,24 +96,21 @@ def main(cfg: Config) -> int:
                 settings.steps,
                 settings.warmup,
             )
-            rows.append(_row(cfg, run, library, programs[batch], timing, outcomes[batch]))
-            run.append_row(rows[-1])
+            rows.append(_row(cfg, folder, library, programs[batch], timing, outcomes[batch]))
+            folder.append_row(rows[-1])
             print(_line(rows[-1]), flush=True)
         if settings.trace:
             for batch in settings.batches:
-                _trace(cfg, run, runtime.weights, programs[batch], routes[batch])
-        print(f"\n{_table(cfg, rows)}\nrun folder: {run.path}")
-    return 0
+                _trace(cfg, folder, runtime.weights, programs[batch], routes[batch])
+        print(f"\n{_table(cfg, rows)}\nrun folder: {folder.path}")
+    return rows
 
 
 def _check(
-    runtime: Runtime, source: WeightSource, programs: dict[int, Program], batches: list[int], length: int
+    runtime: Runtime, held: HeldWeights, programs: dict[int, Program], batches: list[int], length: int
 ) -> dict[int, Outcome]:
     """Outcomes of the batches' own programs, all against one pass of the reference. Raises MkError when one fails."""
-    started = time.perf_counter()
-    tokens = torch.randint(source.geometry.vocab, (length,), generator=torch.Generator().manual_seed(1))
-    oracle = consult(source, tokens, DEVICE)
-    print(f"reference of {length} tokens in {time.perf_counter() - started:.1f} s", flush=True)
+    oracle = held.oracle(length)
     outcomes: dict[int, Outcome] = {}
     for batch in dict.fromkeys(batches):
         started = time.perf_counter()

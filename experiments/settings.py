@@ -58,6 +58,21 @@ class DecodeThroughput:
 
 
 @dataclass(slots=True)
+class WaveOrderAblation(DecodeThroughput):
+    variants: list[str]  # each some overrides of the configuration, as on the command line; a,b sweeps a key
+
+
+@dataclass(slots=True)
+class WindowAblation(WaveOrderAblation):
+    pass
+
+
+@dataclass(slots=True)
+class ContextSweep(WaveOrderAblation):
+    pass
+
+
+@dataclass(slots=True)
 class PrefillThroughput:
     name: str
     lengths: list[int]  # of a prompt alone, a row of results each

@@ -55,6 +55,31 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
     return config
 
 
+def vary(config: Config, overrides: Sequence[str]) -> Config:
+    """A configuration with further overrides (`group=option`, `group.key=value`), as if given with the first ones.
+
+    Raises MkError naming the override at fault.
+    """
+    _check_choices(overrides)
+    tree = OmegaConf.structured(config)
+    try:
+        for override in _parse(overrides):
+            key, value = override.get_key_element(), override.value()
+            if key in GROUPS:
+                value = OmegaConf.structured(getattr(load_config([f"{key}={value}"]), key))
+            elif OmegaConf.is_missing(tree, key) or OmegaConf.select(tree, key, default=_ABSENT) is _ABSENT:
+                raise MkError(f"{key} is no key of the configuration", hint="python run.py --cfg job lists them")
+            OmegaConf.update(tree, key, value, merge=False)
+        varied = OmegaConf.to_object(tree)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _explain(error, overrides) from error
+    assert isinstance(varied, Config)
+    return varied
+
+
+_ABSENT = object()
+
+
 def _compose(overrides: Sequence[str]) -> DictConfig:
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         return compose("config", overrides=list(overrides))

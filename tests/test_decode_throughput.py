@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from experiments import decode_throughput as experiment
-from experiments import opening
+from experiments import device_weights, opening
 from experiments.forced_routing import distinct_experts, forced_ids
 from experiments.kernel_checks import Oracle, Outcome, consult, relative_error, same_bits, starts_of
 from mk.compose import load_config
@@ -135,7 +135,8 @@ def stand_in(fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> FakeL
     made = opening.Runtime
     monkeypatch.setattr(opening, "Runtime", runtime)
     monkeypatch.setattr(experiment, "build", fake_build)
-    monkeypatch.setattr(experiment, "consult", oracle)
+    monkeypatch.setattr(device_weights, "consult", oracle)
+    monkeypatch.setattr(device_weights, "_held", None)
     monkeypatch.setattr(experiment, "DEVICE", torch.device("cpu"))
     return fake_device
 

@@ -1,0 +1,5 @@
+"""Time every wave order, schedule and placement: rows of decode_throughput, from one process."""
+
+from experiments.decode_variants import main
+
+__all__ = ["main"]
