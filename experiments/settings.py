@@ -54,6 +54,7 @@ class DecodeThroughput:
     steps: int  # timed
     warmup: int  # steps before them
     check_tokens: int  # decoded by the checks that go before the timing
+    zero_wait: bool  # then also time a build that waits for no other SM: wrong numbers, and a bound for every schedule
     trace: bool  # then also run a trace build: where a step's time goes, and a timeline for Perfetto
 
 

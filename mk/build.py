@@ -24,6 +24,7 @@ from mk.isa import c_header
 from mk.model.geometry import SLOT_K, Geometry, tile_rules
 from mk.splits import SplitPolicy
 
+ZERO_WAIT_DEFINE = "MK_ZERO_WAIT"  # a kernel that waits for no other SM: for the bound alone
 CSRC = Path(__file__).parent / "csrc"
 FLAGS = (
     "-O3",

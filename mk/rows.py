@@ -86,6 +86,7 @@ class Row:
     slow_ns_per_tile: int | None = None  # that one SM was made slower by
     slow_sm_tiles: float | None = None  # attention splits and expert tiles that SM took in a step
     mean_sm_tiles: float | None = None  # the same, mean over all SMs
+    bound: str | None = None  # zero_wait: not a decode, but what none can beat, with every wait for other SMs left out
     waves: int | None = None  # parts of a step that were compared with the interpreter's
     worst_of_tolerance: float | None = None  # largest difference, in units of what mk/parts/compare.py allows there
     equal_tokens: int | None = None  # before the first difference from the oracle of `checks`, all rows together

@@ -162,6 +162,20 @@ def test_a_run_writes_a_row_a_batch_and_ends_with_a_table(
     assert "routing uniform" in table and "p50 ms" in table and table.count("1.0000") >= 6
 
 
+def test_a_bound_is_labelled_and_claims_no_check(
+    stand_in: FakeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defines = []
+    monkeypatch.setattr(
+        experiment, "build", lambda *args, **more: defines.append(more.get("defines")) or fake_build(*args, **more)
+    )
+    assert experiment.main(load_config([*RUN, "experiment.zero_wait=true", f"run_dir={tmp_path}"])) == 0
+    rows = rows_of(tmp_path)
+    assert [(row.batch, row.bound) for row in rows] == [(1, None), (2, None), (1, "zero_wait"), (2, "zero_wait")]
+    assert rows[2].checks == {"schedule_verified": True} and rows[2].logits_error is None
+    assert rows[2].bytes_per_step == rows[0].bytes_per_step and defines == [None, ("MK_ZERO_WAIT",)]
+
+
 def test_sampled_steps_are_timed_on_the_programs_that_draw(stand_in: FakeLibrary, tmp_path: Path) -> None:
     assert experiment.main(load_config([*RUN, f"run_dir={tmp_path}/greedy"])) == 0
     top_k = ["sampling=top_p", "sampling.top_k=20"]
