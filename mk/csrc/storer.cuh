@@ -21,14 +21,17 @@ class Storer {
       if (d[W_OPCODE] == OP_TOPK) replaced_ = ReplacedIds(p, d[W_LAYER], at.lane);
       // opened: an entry may only store and signal after its waits, also when it has nothing to do
       if (!(ok = entries.opened())) break;
-      mark(T_STORING);
+      const uint32_t opened = trace_clock();
       if (!(ok = products(d))) break;
       others(d);
       inject_delay(p, DELAY_SIGNAL, d[W_TASK]);
       __syncwarp();
       if (at.lane == 0 && d[W_SIGNAL] != NONE)
         signal_release(p.counters + static_cast<size_t>(d[W_SIGNAL]) * COUNTER_STRIDE, d[W_SIGNAL_VALUE]);
-      mark(T_SIGNALLED);
+      if (at.lane == 0) {  // after the signal, which waits for every store before it
+        trace_word(p, entries.count, T_STORING, opened);
+        trace_word(p, entries.count, T_SIGNALLED, trace_clock());
+      }
       entries.release();
     }
     if (!ok) entries.report();
@@ -36,10 +39,6 @@ class Storer {
   }
 
  private:
-  DEVICE void mark(TraceWord word) const {
-    if (at.lane == 0) trace_mark(p, entries.count, word);
-  }
-
   // ---- tiles from the consumers ----
   DEVICE bool products(const int* d) {
     const int op = d[W_OPCODE];
