@@ -150,17 +150,18 @@ def sampling_only(loaded: Program) -> Program:
 
 
 def put(runtime: Runtime, logits: np.ndarray) -> None:
-    """Logits [rows, vocab] as lm_head leaves them, all candidates on the program's last SM."""
-    rows = len(logits)
-    best, sm = logits.argmax(axis=1), runtime.params.n_sm - 1
+    """Logits [rows, vocab] as lm_head leaves them, each SM the candidates of as many tokens."""
+    rows, vocab = logits.shape
     with torch.cuda.stream(runtime.stream):
-        runtime["logits"][:rows, : logits.shape[1]] = torch.from_numpy(logits).to(runtime.device)
-        for name, values in (
-            ("candidate_value", logits[np.arange(rows), best]),
-            ("candidate_low", logits.min(axis=1)),
-            ("candidate_id", best.astype(np.int32)),
-        ):
-            runtime[name][sm, :rows] = torch.from_numpy(values).to(runtime.device)
+        runtime["logits"][:rows, :vocab] = torch.from_numpy(logits).to(runtime.device)
+        for sm, ids in enumerate(np.array_split(np.arange(vocab), runtime.params.n_sm)):
+            part = logits[:, ids]
+            for name, values in (
+                ("candidate_value", part.max(axis=1)),
+                ("candidate_low", part.min(axis=1)),
+                ("candidate_id", ids[part.argmax(axis=1)].astype(np.int32)),
+            ):
+                runtime[name][sm, :rows] = torch.from_numpy(values).to(runtime.device)
 
 
 def tables(runtime: Runtime, rows: int) -> None:

@@ -69,11 +69,12 @@ def test_masses_have_the_twins_bits(library: ctypes.CDLL) -> None:
 def test_bins_are_the_twins(library: ctypes.CDLL) -> None:
     for name, logits in LOGITS.items():
         for params in PARAMS:
-            row = Row(params, VOCAB, logits.max(), logits.min())
-            found, packed = np.empty(VOCAB, np.int32), pack_sampling([params], VOCAB)
-            ends = ctypes.c_float(row.top), ctypes.c_float(row.low)
-            library.row_bins(pointer(logits), VOCAB, *ends, pointer(packed), pointer(found))
-            assert np.array_equal(found, row.bins(logits)), (name, params)
+            for floor in (logits.min(), np.sort(logits)[-40], np.float32(-np.inf)):
+                row = Row(params, VOCAB, logits.max(), floor)
+                found, packed = np.empty(VOCAB, np.int32), pack_sampling([params], VOCAB)
+                ends = ctypes.c_float(row.top), ctypes.c_float(row.floor)
+                library.row_bins(pointer(logits), VOCAB, *ends, pointer(packed), pointer(found))
+                assert np.array_equal(found, row.bins(logits)), (name, params, floor)
 
 
 @pytest.mark.parametrize("name", LOGITS)

@@ -30,9 +30,11 @@ class Consumer {
     }
   }
   DEVICE bool ending() {
+    if (entries.words[W_OPCODE] == OP_END) return true;
+    Drawing row(p, s, hidden(threadIdx.x));
     while (entries.words[W_OPCODE] != OP_END) {
       taken();
-      if (!sample(entries.words, opened())) return false;
+      if (!sample(entries.words, row, opened())) return false;
       done();
       if (!entries.next()) return false;
     }
@@ -79,11 +81,11 @@ class Consumer {
   }
 
   // What follows the head. `ok`: what the wait said; some of these meet the other warps, given up or not.
-  DEVICE bool sample(const int* d, bool ok) {
+  DEVICE bool sample(const int* d, Drawing& row, bool ok) {
     switch (d[W_OPCODE]) {
-      case OP_HISTOGRAM: return fill_histogram(p, s, st, d, ok);
-      case OP_SHORTLIST: return make_shortlist(p, s, st, d, ok);
-      case OP_DRAW: return draw(p, s, st, ok);
+      case OP_HISTOGRAM: return fill_histogram(p, s, st, d, row, ok);
+      case OP_SHORTLIST: return make_shortlist(p, s, st, d, row, ok);
+      case OP_DRAW: return draw(p, s, st, row, ok);
       default: return ok;  // the storer's alone
     }
   }

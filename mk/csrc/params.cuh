@@ -30,6 +30,13 @@ struct RowSampling {
   int cuts;           // whether top_k or top_p may keep any token from being drawn
 };
 
+// How the cuts pass through a row's shortlist, the undecided tokens by falling logit.
+struct Cuts {
+  uint64_t over;         // undecided tokens that top-k leaves out
+  uint64_t mass_before;  // of the tokens that are sure to be kept
+  uint64_t mass_beside;  // of all that top-p's total counts and the shortlist does not hold
+};
+
 // A step's outcome for the host, in pinned memory. `step` is written last: the launch's number from 1 on.
 struct alignas(128) HostStep {
   int tokens[8], status[8];
@@ -75,8 +82,9 @@ struct StepParams {
   const RowSampling* sampling;  // [MAX_ROWS]
   uint64_t* bin_mass;     // [2][MAX_ROWS][BINS], stored as Bins::place says
   uint32_t* bin_count;    // [2][MAX_ROWS][BINS]
-  uint64_t* undecided;    // [MAX_ROWS][VOCAB_PAD] token_rank of the shortlist, in any order
+  uint4* undecided;       // [MAX_ROWS][VOCAB_PAD] the shortlist in any order: ~id, key of the logit, noise, mass
   uint32_t* undecided_count;  // [2][MAX_ROWS]
+  Cuts* cuts;             // [MAX_ROWS] of rows with bins
   double* best_score;     // [n_sm][MAX_ROWS] of a slice's tokens that are sure to be kept
   int* best_id;           // [n_sm][MAX_ROWS]
   HostStep* host_steps;   // [HOST_STEPS] ring in pinned host memory

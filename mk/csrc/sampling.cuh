@@ -5,7 +5,7 @@
 #pragma once
 #include "params.cuh"
 
-constexpr int BINS = 2048;
+constexpr int BINS = 1024;
 constexpr float REACH = 25.5f;  // temperatures below the largest logit from where on a token cannot be drawn
 constexpr int MASS_BITS = 31;   // fixed point of a probability relative to the largest one
 
@@ -64,8 +64,8 @@ DEVICE float gumbel(uint32_t word) {
 }
 
 // What the drawn token has the most of. A product of two float32 is exact in float64, so the sum is rounded once.
-DEVICE double noisy_score(float logit, float temperature, uint32_t word) {
-  return static_cast<double>(logit) + static_cast<double>(temperature) * static_cast<double>(gumbel(word));
+DEVICE double noisy_score(float logit, float temperature, float noise) {
+  return static_cast<double>(logit) + static_cast<double>(temperature) * static_cast<double>(noise);
 }
 
 // ---- masses and orders ------------------------------------------------------------------------------------------
@@ -81,17 +81,12 @@ DEVICE uint32_t token_mass(float below, float rate) {
   return whole < 32.f ? mass >> static_cast<int>(whole) : 0;
 }
 
-// Tokens in the order in which cuts keep them: larger logits first, equal ones by rising id.
-DEVICE uint64_t token_rank(float logit, int id) {
-  uint32_t bits = __float_as_uint(__fadd_rn(logit, 0.f));  // -0 + 0 = +0
-  uint32_t key = bits >> 31 ? ~bits : bits | 0x80000000u;
-  return static_cast<uint64_t>(key) << 32 | static_cast<uint32_t>(~id);
+// Floats as unsigned numbers of the same order; -0 and +0 are one.
+DEVICE uint32_t ordered_key(float v) {
+  uint32_t bits = __float_as_uint(__fadd_rn(v, 0.f));  // -0 + 0 = +0
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
-DEVICE float rank_logit(uint64_t rank) {
-  uint32_t key = static_cast<uint32_t>(rank >> 32);
-  return __uint_as_float(key >> 31 ? key & 0x7FFFFFFFu : ~key);
-}
-DEVICE int rank_id(uint64_t rank) { return static_cast<int>(~static_cast<uint32_t>(rank)); }
+DEVICE float float_of_key(uint32_t key) { return __uint_as_float(key >> 31 ? key & 0x7FFFFFFFu : ~key); }
 
 // What the masses kept by top-p must add up to.
 DEVICE uint64_t needed_mass(uint64_t total, double top_p) {
@@ -99,20 +94,21 @@ DEVICE uint64_t needed_mass(uint64_t total, double top_p) {
   return need < 1. ? 1 : static_cast<uint64_t>(need);
 }
 
-// A row's parameters and range of logits, and with them the bins.
+// Where a row's logits lie, and with that the bins: from `top`, its largest, down to `floor`.
 struct RowView {
-  RowSampling q;
-  float top, low, reach, scale;
-  DEVICE RowView(const RowSampling& sampling, float top_, float low_) : q(sampling), top(top_), low(low_) {
+  float top = 0.f, floor = 0.f, reach = 0.f, scale = 0.f, rate = 0.f;
+  RowView() = default;
+  DEVICE RowView(const RowSampling& q, float top_, float floor_) : top(top_), floor(floor_), rate(q.rate) {
     reach = __fmul_rn(REACH, q.temperature);
-    float width = fminf(reach, __fsub_rn(top, low));
+    float width = fminf(reach, __fsub_rn(top, floor));
     scale = width > 0.f ? __fdiv_rn(static_cast<float>(BINS), width) : 0.f;
   }
-  // Bin of a logit, 0 for the largest; NONE where it is out of reach.
+  // Bin of a logit, 0 for the largest; NONE where it is out of reach or below the floor.
   DEVICE int bin(float logit) const {
     float below = __fsub_rn(top, logit), scaled = __fmul_rn(below, scale);
     int found = scaled < BINS ? static_cast<int>(scaled) : BINS - 1;
-    return below >= 0.f && below <= reach ? found : NONE;  // never outside the bins, whatever the candidates say
+    // never outside the bins, whatever the candidates say
+    return below >= 0.f && below <= reach && logit >= floor ? found : NONE;
   }
-  DEVICE uint32_t mass(float logit) const { return token_mass(__fsub_rn(top, logit), q.rate); }
+  DEVICE uint32_t mass(float logit) const { return token_mass(__fsub_rn(top, logit), rate); }
 };

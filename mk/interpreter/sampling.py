@@ -21,7 +21,8 @@ def _row(bench: Bench, step: Step, row: int) -> Row | None:
     logits = bench.memory.logits[row, :vocab]
     if params.greedy or not np.isfinite(logits).all():
         return None
-    return Row(params, vocab, logits.max(), logits.min())
+    maxima = [part.max() for part in np.array_split(logits, bench.shape.n_sm) if len(part)]
+    return Row.of(params, logits, np.array(maxima))
 
 
 def _histogram(bench: Bench, step: Step, number: int, row: Row) -> Histogram:
@@ -43,7 +44,7 @@ def histogram(bench: Bench, task: Task) -> Run:
                 tokens.clear()
         for number in step.active.tolist():
             row = _row(bench, step, number)
-            if row is not None and row.params.cuts(vocab):
+            if row is not None and row.params.cuts(vocab) and not row.listed:
                 logits = memory.logits[number, ids]
                 into = row.bins(logits)
                 reached = into >= 0
@@ -63,7 +64,7 @@ def shortlist(bench: Bench, task: Task) -> Run:
             row = _row(bench, step, number)
             if row is None:
                 continue
-            bounds = Bounds(BINS, BINS, -1)
+            bounds = Bounds(BINS, BINS)
             if row.params.cuts(vocab):
                 bounds = _histogram(bench, step, number, row).bounds()
             logits = memory.logits[number, ids]

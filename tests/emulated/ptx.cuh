@@ -149,17 +149,20 @@ inline uint32_t __ballot_sync(unsigned, int holds) {
 }
 inline int __any_sync(unsigned mask, int holds) { return __ballot_sync(mask, holds) != 0; }
 inline int __all_sync(unsigned mask, int holds) { return __ballot_sync(mask, holds) == ~0u; }
-inline unsigned __match_all_sync(unsigned mask, int v, int* same) {
-  const uint64_t* values = meet_warp(static_cast<uint32_t>(v));
-  *same = std::all_of(values, values + 32, [&](uint64_t other) { return other == values[0]; });
-  return *same ? mask : 0;
-}
 template <class T>
 T __reduce_add_sync(unsigned, T v) {
   const uint64_t* values = meet_warp(static_cast<uint32_t>(v));
   uint32_t sum = 0;
   for (int lane = 0; lane < 32; ++lane) sum += static_cast<uint32_t>(values[lane]);
   return static_cast<T>(sum);
+}
+inline uint32_t __reduce_min_sync(unsigned, uint32_t v) {
+  const uint64_t* values = meet_warp(v);
+  return static_cast<uint32_t>(*std::min_element(values, values + 32));
+}
+inline uint32_t __reduce_max_sync(unsigned, uint32_t v) {
+  const uint64_t* values = meet_warp(v);
+  return static_cast<uint32_t>(*std::max_element(values, values + 32));
 }
 inline void __syncwarp() { meet_warp(0); }
 

@@ -1,7 +1,11 @@
 // The sampler's device code, compiled for the CPU (tests/emulated/ptx.cuh), behind a C interface.
+#include <map>
+#include <optional>
+
 #include "ops/head.cuh"
 
 static Shared shared;
+static std::map<int, std::optional<Drawing>> drawings;  // by slice and thread: what an SM keeps from wave to wave
 
 extern "C" {
 
@@ -23,8 +27,8 @@ void noise_of_ids(int n, uint32_t position, uint64_t seed, float* out) {
 void masses(const float* below, int n, float rate, uint32_t* out) {
   for (int i = 0; i < n; ++i) out[i] = token_mass(below[i], rate);
 }
-void row_bins(const float* logits, int n, float top, float low, const RowSampling* sampling, int* out) {
-  RowView view(*sampling, top, low);
+void row_bins(const float* logits, int n, float top, float floor, const RowSampling* sampling, int* out) {
+  RowView view(*sampling, top, floor);
   for (int i = 0; i < n; ++i) out[i] = view.bin(logits[i]);
 }
 
@@ -49,9 +53,11 @@ void task(const StepParams* p, const int* d) {
   for (int row = 0; row < MAX_ROWS; ++row) shared.keys[row] = row < p->rows ? p->keys[row] : 0;
   run_block(CONSUMERS * 32, [&] {
     Streams st(shared, Guard(*p, shared, ROLE_CONSUMER));
-    if (d[W_OPCODE] == OP_HISTOGRAM) fill_histogram(*p, shared, st, d, true);
-    if (d[W_OPCODE] == OP_SHORTLIST) make_shortlist(*p, shared, st, d, true);
-    if (d[W_OPCODE] == OP_DRAW) draw(*p, shared, st, true);
+    std::optional<Drawing>& row = drawings[d[W_RANK] * CONSUMERS * 32 + threadIdx.x];
+    if (d[W_OPCODE] != OP_SHORTLIST) row.emplace(*p, shared, threadIdx.x);
+    if (d[W_OPCODE] == OP_HISTOGRAM) fill_histogram(*p, shared, st, d, *row, true);
+    if (d[W_OPCODE] == OP_SHORTLIST) make_shortlist(*p, shared, st, d, *row, true);
+    if (d[W_OPCODE] == OP_DRAW) draw(*p, shared, st, *row, true);
   });
   run_block(32, [&] {
     Place at(threadIdx.x);

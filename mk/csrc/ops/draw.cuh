@@ -1,56 +1,59 @@
-// draw: what both cuts keep of a row's shortlist, and the best of all that is kept. Warp w ends row w.
+// draw: what both cuts keep of a row's shortlist, and the best of all that is kept.
 #pragma once
-#include "shortlist.cuh"
+#include "histogram.cuh"
 
-// A row's undecided tokens as their warp sees them: the first ones stay in registers.
-class Undecided {
+// A row's shortlist as its first warp sees it: brought to shared memory by all warps of the row, but for what does not
+// fit there.
+class Listed {
  public:
   // All loads are in flight before the first is looked at: what lies behind the list's end is dropped then.
-  DEVICE Undecided(const StepParams& p, int row)
-      : list(p.undecided + static_cast<size_t>(row) * VOCAB_PAD), lane(threadIdx.x % 32),
-        tokens_(load_l2(p.undecided_count + (p.epoch & 1) * MAX_ROWS + row)) {
+  DEVICE Listed(const StepParams& p, Shared& s, const Share& mine)
+      : list(p.undecided + static_cast<size_t>(mine.row) * VOCAB_PAD), room(min(ROOM / p.rows, VOCAB_PAD)),
+        held(reinterpret_cast<uint4*>(s.ring) + mine.row * (ROOM / p.rows)), lane(threadIdx.x % 32),
+        tokens(load_l2(p.undecided_count + (p.epoch & 1) * MAX_ROWS + mine.row)) {
+    constexpr int BATCH = 8;
+    int first = mine.part * 32 + lane, n = room;
+#pragma unroll 1
+    do {
+      uint4 v[BATCH];
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) held[i] = i * 32 + lane < VOCAB_PAD ? load_l2(list + i * 32 + lane) : 0;
-  }
-  DEVICE bool none() {
+      for (int i = 0; i < BATCH; ++i) {
+        int at = first + i * mine.parts * 32;
+        if (at < n) v[i] = load_l2(list + at);
+      }
+      n = min(room, tokens);
 #pragma unroll
-    for (int i = 0; i < HELD; ++i)
-      if (i * 32 + lane >= static_cast<int>(tokens_)) held[i] = 0;
-    return tokens_ == 0;
+      for (int i = 0; i < BATCH; ++i) {
+        int at = first + i * mine.parts * 32;
+        if (at < n) held[at] = v[i];
+      }
+      first += BATCH * mine.parts * 32;
+    } while (first < n);
   }
   template <class F>
   DEVICE void each(F f) const {
-#pragma unroll
-    for (int i = 0; i < HELD; ++i)
-      if (held[i]) f(held[i]);
-    rest(f);
+#pragma unroll 2
+    for (int i = lane; i < tokens; i += 32) f(i < room ? held[i] : load_l2(list + i));
   }
-  // The rank of the token with which those of `bin`, by falling rank, first weigh `need` together; they do in all.
-  template <class Weight>
-  DEVICE uint64_t cut(const RowView& view, int bin, uint64_t need, Weight weight_of) const {
-    auto weigh = [&](uint64_t rank) -> uint32_t { return view.bin(rank_logit(rank)) == bin ? weight_of(rank) : 0; };
-    uint32_t weight[HELD];
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) weight[i] = held[i] ? weigh(held[i]) : 0;
-    auto each_weighed = [&](auto f) {
-#pragma unroll
-      for (int i = 0; i < HELD; ++i)
-        if (weight[i]) f(held[i], weight[i]);
-      rest([&](uint64_t rank) {
-        if (uint32_t w = weigh(rank)) f(rank, w);
-      });
-    };
-    uint64_t lo = ~0ull, hi = 0;  // at or above lo they weigh enough, at or above hi they do not
-    int inside = 0, above = 0;    // how many lie in between, and above
-    each_weighed([&](uint64_t rank, uint32_t) { lo = min(lo, rank), hi = max(hi, rank + 1), ++inside; });
-    lo = ~warp_max(~lo), hi = warp_max(hi);
-    inside = __reduce_add_sync(~0u, inside);
+  // The least rank from which on the tokens, by falling rank, weigh `need`; 0 where all of them weigh less.
+  DEVICE uint64_t cut(uint64_t need, bool by_mass) const {
+    uint32_t low = ~0u, high = 0;
+    uint64_t all = 0;
+    each([&](const uint4& token) {
+      low = min(low, token.y), high = max(high, token.y), all += by_mass ? token.w : 1;
+    });
+    if (warp_sum(all) < need) return 0;
+    // at or above lo they weigh enough, at or above hi they do not
+    uint64_t lo = static_cast<uint64_t>(__reduce_min_sync(~0u, low)) << 32;
+    uint64_t hi = (static_cast<uint64_t>(__reduce_max_sync(~0u, high)) + 1) << 32;
+    int inside = tokens, above = 0;  // how many lie in between, and above
 #pragma unroll 1
     while (inside > 1) {
-      uint64_t middle = lo + (hi - lo) / 2, sum = 0;
+      const uint64_t middle = lo + (hi - lo) / 2;
+      uint64_t sum = 0;
       int upper = 0;
-      each_weighed([&](uint64_t rank, uint32_t w) {
-        if (rank >= middle) sum += w, ++upper;
+      each([&](const uint4& token) {
+        if (rank_of(token) >= middle) sum += by_mass ? token.w : 1, ++upper;
       });
       sum = warp_sum(sum), upper = __reduce_add_sync(~0u, upper);
       if (sum >= need)
@@ -58,64 +61,44 @@ class Undecided {
       else
         hi = middle, inside -= upper - above, above = upper;
     }
-    uint64_t last = 0;  // the only one of [lo, hi)
-    each_weighed([&](uint64_t rank, uint32_t) {
-      if (rank >= lo && rank < hi) last = rank;
-    });
-    return warp_max(last);
+    return lo;
   }
 
  private:
-  static constexpr int HELD = 8;
-  static DEVICE uint64_t warp_max(uint64_t v) {
-    for (int step = 1; step < 32; step *= 2) v = max(v, static_cast<uint64_t>(__shfl_xor_sync(~0u, v, step)));
-    return v;
-  }
-  template <class F>
-  DEVICE void rest(F f) const {
-#pragma unroll 4
-    for (int i = HELD * 32 + lane; i < static_cast<int>(tokens_); i += 32) f(load_l2(list + i));
-  }
-  const uint64_t* list;
+  static constexpr int ROOM = sizeof(Shared::ring) / sizeof(uint4);  // of all rows
+  const uint4* list;
+  const int room;
+  uint4* held;
   const int lane;
-  const uint32_t tokens_;
-  uint64_t held[HELD];
+
+ public:
+  const int tokens;
 };
 
+DEVICE Cuts load_cuts(const Cuts* p) { return {load_l2(&p->over), load_l2(&p->mass_before), load_l2(&p->mass_beside)}; }
+
 // The rank from which on both cuts keep a row's undecided tokens.
-DEVICE uint64_t settle(const StepParams& p, const RowView& view, int row, const Undecided& open) {
-  const RowSampling& q = view.q;
-  auto mass = [&](uint64_t rank) { return view.mass(rank_logit(rank)); };
+DEVICE uint64_t settle(const RowSampling& q, const Cuts& cuts, const Listed& open) {
   uint64_t keep = 0;
-  int at_limit = BINS;
-  if (q.top_k) {
-    auto limit = Bins<uint32_t>(bins_of(p, p.bin_count, p.epoch, row)).find(q.top_k);
-    at_limit = limit.bin;
-    if (at_limit < BINS) keep = open.cut(view, at_limit, q.top_k - limit.before, [](uint64_t) { return 1u; });
-  }
-  if (q.top_p < 1.) {
-    Bins<uint64_t> masses(bins_of(p, p.bin_mass, p.epoch, row));
-    uint64_t total = masses.total();
-    if (at_limit < BINS) {
+#pragma unroll 1
+  for (int by_mass = 0; by_mass < 2; ++by_mass) {
+    uint64_t need = cuts.over ? open.tokens - cuts.over : 0;
+    if (by_mass) {
+      if (q.top_p >= 1.) break;
       uint64_t kept = 0;
-      open.each([&](uint64_t rank) {
-        if (rank >= keep && view.bin(rank_logit(rank)) == at_limit) kept += mass(rank);
+      open.each([&](const uint4& token) {
+        if (rank_of(token) >= keep) kept += token.w;
       });
-      total = masses.of(at_limit).before + warp_sum(kept);
+      need = needed_mass(cuts.mass_beside + warp_sum(kept), q.top_p) - cuts.mass_before;
     }
-    uint64_t need = needed_mass(total, q.top_p);
-    auto nucleus = masses.find(need);
-    keep = max(keep, open.cut(view, nucleus.bin, need - nucleus.before, mass));
+    if (need) keep = max(keep, open.cut(need, by_mass));
   }
   return keep;
 }
 
-// The token of a row that is drawn. What is loaded first is loaded together.
-DEVICE int draw_token(const StepParams& p, const Shared& s, int row) {
+// The best of all slices' sure tokens, a part of them a lane.
+DEVICE Best best_of_slices(const StepParams& p, int row) {
   const int slices = min(p.n_sm, VOCAB_PAD / 16);
-  const bool cuts = p.sampling[row].cuts;
-  Likeliest head(p, row);
-  Undecided open(p, row);
   Best best;
 #pragma unroll 1
   for (int first = 0; first < slices; first += IN_FLIGHT * 32) {
@@ -124,36 +107,47 @@ DEVICE int draw_token(const StepParams& p, const Shared& s, int row) {
 #pragma unroll
     for (int i = 0; i < IN_FLIGHT; ++i) best.take(scores.v[i], ids.v[i]);
   }
-  if (cuts && !open.none()) {
-    head.over_warp(p, row);
-    const RowView view(p.sampling[row], head.value, head.low);
-    uint64_t keep = settle(p, view, row, open);
-    open.each([&](uint64_t rank) {
-      if (rank < keep) return;
-      int id = rank_id(rank);
-      uint32_t word[4];
-      philox(word, id / 4, s.keys[row], view.q.seed);
-      uint32_t mine = id % 4 == 0 ? word[0] : id % 4 == 1 ? word[1] : id % 4 == 2 ? word[2] : word[3];
-      best.take(noisy_score(rank_logit(rank), view.q.temperature, mine), id);
-    });
-  }
-  best.over_warp();
-  return best.id;
+  return best;
 }
 
-// Warp w hands row w's token to the storer, MAX_ID where there is none.
-DEVICE bool draw(const StepParams& p, Shared& s, Streams& st, bool ok) {
-  if (!__all_sync(~0u, ok)) return false;
-  const int row = hidden(threadIdx.x) / 32;
+// The first warp of a row hands the row's token to the storer, MAX_ID where there is none.
+DEVICE bool draw(const StepParams& p, Shared& s, Streams& st, const Drawing& row, bool ok) {
+  ok = __all_sync(~0u, ok && st.await_tile());
   int id = MAX_ID;
-  if (is_drawn(p, s, row)) {
-    id = draw_token(p, s, row);
-  } else if (row < p.rows) {
-    Likeliest head(p, row);
-    head.over_warp(p, row);
-    id = head.id;
+  if (!ok || row.mine.row == NONE) {
+    consumers_meet();
+  } else if (!row.drawn()) {
+    consumers_meet();
+    if (row.mine.part == 0) {
+      Likeliest head(p, row.mine.row);
+      head.over_warp(p, row.mine.row);
+      id = head.id;
+    }
+  } else {
+    Best best;
+    Cuts cuts{};
+    if (row.mine.part == 0) {
+      if (row.binned(p)) cuts = load_cuts(p.cuts + row.mine.row);
+      best = best_of_slices(p, row.mine.row);
+    }
+    if (!row.q.cuts) {
+      consumers_meet();
+    } else {
+      const Listed open(p, s, row.mine);
+      consumers_meet();
+      if (row.mine.part == 0 && open.tokens) {
+        if (!row.binned(p)) cuts.over = max(open.tokens - row.q.top_k, 0);
+        const uint64_t keep = settle(row.q, cuts, open);
+        open.each([&](const uint4& token) {
+          if (rank_of(token) < keep) return;
+          best.take(noisy_score(float_of_key(token.y), row.q.temperature, __uint_as_float(token.z)), ~token.x);
+        });
+      }
+    }
+    best.over_warp();
+    id = best.id;
   }
-  if (!st.await_tile()) return false;
-  if (threadIdx.x % 32 == 0) offers(s, st.tile_index())[row].id = id;
-  return st.put_done();
+  if (row.mine.row != NONE && row.mine.part == 0 && threadIdx.x % 32 == 0)
+    offers(s, st.tile_index())[row.mine.row].id = id;
+  return ok && st.put_done();
 }

@@ -1,104 +1,122 @@
 // shortlist: of a slice of the vocabulary, the best token that is sure to be kept, and those that may be.
 #pragma once
-#include "histogram.cuh"
+#include "bins.cuh"
 
-// A warp's part of a tile: bounds for the warps of a row, tokens on their way to the shortlist, the best sure one.
+// What a warp hands the storer as its part of a tile.
 struct Offer {
-  static constexpr int ROOM = 60;
-  uint64_t pending[ROOM];
-  int first, last, at_limit;  // bins, as mk/shortlist.py's Bounds
-  int id;
   double score;
+  int id;
 };
-static_assert(sizeof(Offer) <= sizeof(Shared::tile[0][0]), "an offer is handed over as a tile");
 DEVICE Offer* offers(Shared& s, int tile) { return reinterpret_cast<Offer*>(s.tile[tile]); }
 
-// The bins that hold the cuts. The whole warp of a row's first part does this.
-DEVICE void find_bounds(const StepParams& p, const RowSampling& q, int row, Offer& out) {
-  int first = BINS, last = BINS, at_limit = NONE;
+// A token of the shortlist. Their ranks give the order in which cuts keep tokens: larger logits first, equal ones by
+// rising id.
+DEVICE uint4 undecided_token(float logit, int id, float noise, uint32_t mass) {
+  return {~static_cast<uint32_t>(id), ordered_key(logit), __float_as_uint(noise), mass};
+}
+DEVICE uint64_t rank_of(const uint4& token) { return static_cast<uint64_t>(token.y) << 32 | token.x; }
+
+// Bins before `first` are kept, first .. last are undecided.
+struct Bounds {
+  int first, last;
+  Cuts cuts;
+};
+
+// The bins that hold the cuts; each warp of a row finds them for itself.
+DEVICE Bounds find_bounds(const RowSampling& q, Scratch& kept, const Share& mine) {
+  Bounds found{BINS, BINS, {0, 0, 0}};
   if (q.top_k) {
-    int bin = Bins<uint32_t>(bins_of(p, p.bin_count, p.epoch, row)).find(q.top_k).bin;
-    if (bin < BINS) first = last = at_limit = bin;
+    auto limit = Bins<uint32_t>(kept.counts[mine.row], kept.count_sums, mine).find(q.top_k);
+    if (limit.bin < BINS) found = {limit.bin, limit.bin, {limit.before + limit.here - q.top_k, 0, 0}};
   }
   if (q.top_p < 1.) {
-    Bins<uint64_t> masses(bins_of(p, p.bin_mass, p.epoch, row));
-    uint64_t least = masses.total(), most = least;
-    if (at_limit != NONE) {
-      auto limit = masses.of(at_limit);
-      least = limit.before, most = least + limit.here;
-    }
-    first = last = masses.find(needed_mass(least, q.top_p)).bin;
-    if (most != least) last = masses.find(needed_mass(most, q.top_p)).bin;
+    const Bins<uint64_t> masses(kept.masses[mine.row], kept.mass_sums, mine);
+    const bool limited = found.last < BINS;
+    const uint64_t least = limited ? masses.of(found.last).before : masses.total();
+    auto nucleus = masses.find(needed_mass(least, q.top_p));
+    found.first = min(nucleus.bin, BINS - 1);
+    found.cuts.mass_before = nucleus.before;
+    found.cuts.mass_beside = limited ? nucleus.before : least - nucleus.here;
+    if (!limited) found.last = found.first;
   }
-  if (threadIdx.x % 32 == 0) out.first = first, out.last = last, out.at_limit = at_limit;
+  return found;
+}
+
+// A warp's part of a slice: tokens before bin `first` compete for the best, those through `last` are listed.
+DEVICE void scan(const StepParams& p, Shared& s, Slice& slice, Drawing& row, int first, int last) {
+  const int lane = threadIdx.x % 32;
+  uint4* waiting = scratch(s).pending[row.warp];
+  const float temperature = row.q.temperature;
+  int pending = 0;
+  auto flush = [&] {
+    __syncwarp();
+    uint32_t base = 0;
+    if (lane == 0) base = atomicAdd(p.undecided_count + (p.epoch & 1) * MAX_ROWS + row.mine.row, pending);
+    uint4* list = p.undecided + static_cast<size_t>(row.mine.row) * VOCAB_PAD + __shfl_sync(~0u, base, 0);
+#pragma unroll 1
+    for (int i = lane; i < pending; i += 32) list[i] = waiting[i];
+    pending = 0;
+    __syncwarp();
+  };
+  slice.each([&](int id, const float(&v)[4], int tokens) {
+    int bin[4];
+    bool any = false;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      bin[j] = j < tokens ? row.view.bin(v[j]) : NONE;
+      any |= bin[j] != NONE && bin[j] <= last;
+    }
+    if (!__any_sync(~0u, any)) return;
+    uint32_t word[4];
+    philox(word, id / 4, s.keys[row.mine.row], row.q.seed);
+    float logit[4] = {v[0], v[1], v[2], v[3]};
+#pragma unroll 1
+    for (int j = 0; j < 4; ++j) {
+      const int here = bin[0];
+      const float noise = gumbel(word[0]);
+      if (here != NONE && here < first) row.best.take(noisy_score(logit[0], temperature, noise), id + j);
+      const bool open = here >= first && here <= last;
+      const uint32_t opens = __ballot_sync(~0u, open);
+      if (opens) {
+        if (pending + __popc(opens) > Scratch::PENDING) flush();
+        if (open)
+          waiting[pending + __popc(opens & ((1u << lane) - 1))] =
+              undecided_token(logit[0], id + j, noise, row.view.mass(logit[0]));
+        pending += __popc(opens);
+      }
+#pragma unroll
+      for (int i = 0; i < 3; ++i) bin[i] = bin[i + 1], word[i] = word[i + 1], logit[i] = logit[i + 1];
+    }
+  });
+  if (pending) flush();
 }
 
 // Every consumer warp runs this; `ok` says whether its wait was met, see Attention::chunk for why it goes on if not.
-DEVICE bool make_shortlist(const StepParams& p, Shared& s, Streams& st, const int* d, bool ok) {
-  const int thread = hidden(threadIdx.x), lane = thread % 32, warp = thread / 32;
+DEVICE bool make_shortlist(const StepParams& p, Shared& s, Streams& st, const int* d, Drawing& row, bool ok) {
   ok = __all_sync(~0u, ok && st.await_tile());
-  Share mine(p, warp);
-  Offer* of_tile = offers(s, st.tile_index());
-  Offer& own = of_tile[warp];
-  Best best;
-  if (!ok || !is_drawn(p, s, mine.row)) {
+  if (!ok || !row.binned(p)) {
     consumers_meet();
   } else {
-    const bool cuts = p.sampling[mine.row].cuts;
-    Fours fours(p, d, mine);
-    Likeliest head(p, mine.row);
-    if (cuts && mine.part == 0) find_bounds(p, p.sampling[mine.row], mine.row, own);
+    Scratch& kept = scratch(s);
+    const int at = row.mine.row;
+    if (row.q.top_k)
+      Bins<uint32_t>::gather(bins_of(p, p.bin_count, p.epoch, at), kept.counts[at], kept.count_sums, row);
+    if (row.q.top_p < 1.)
+      Bins<uint64_t>::gather(bins_of(p, p.bin_mass, p.epoch, at), kept.masses[at], kept.mass_sums, row);
+    Slice slice(p, s, d, row);
     consumers_meet();
-    const Offer& bounds = of_tile[mine.row * mine.parts];
-    const int first = cuts ? bounds.first : BINS, last = cuts ? bounds.last : NONE;
-    const int at_limit = cuts ? bounds.at_limit : NONE;
-    head.over_warp(p, mine.row);
-    const RowView view(p.sampling[mine.row], head.value, head.low);
-    int pending = 0;
-    auto flush = [&] {
-      __syncwarp();
-      uint32_t base = 0;
-      if (lane == 0) base = atomicAdd(p.undecided_count + (p.epoch & 1) * MAX_ROWS + mine.row, pending);
-      uint64_t* list = p.undecided + static_cast<size_t>(mine.row) * VOCAB_PAD + __shfl_sync(~0u, base, 0);
-      for (int i = lane; i < pending; i += 32) list[i] = own.pending[i];
-      pending = 0;
-      __syncwarp();
-    };
-    fours.each([&](int id, const float(&v)[4], int tokens) {
-      uint32_t sure = 0, open = 0;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        int bin = j < tokens ? view.bin(v[j]) : NONE;
-        if (bin == NONE) continue;
-        sure |= (bin < first) << j;
-        open |= ((bin >= first && bin <= last) || bin == at_limit) << j;
-      }
-      if (sure) {
-        uint32_t word[4];
-        philox(word, id / 4, s.keys[mine.row], view.q.seed);
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          if (sure >> j & 1) best.take(noisy_score(v[j], view.q.temperature, word[j]), id + j);
-      }
-      if (!__any_sync(~0u, open)) return;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        uint32_t here = __ballot_sync(~0u, open >> j & 1);
-        if (pending + __popc(here) > Offer::ROOM) flush();
-        if (open >> j & 1) own.pending[pending + __popc(here & ((1u << lane) - 1))] = token_rank(v[j], id + j);
-        pending += __popc(here);
-      }
-    });
-    if (pending) flush();
-    best.over_warp();
+    const Bounds bounds = find_bounds(row.q, kept, row.mine);
+    if (d[W_RANK] == 0 && row.mine.part == 0 && threadIdx.x % 32 == 0) p.cuts[at] = bounds.cuts;
+    scan(p, s, slice, row, bounds.first, bounds.last);
   }
-  if (lane == 0) own.score = best.score, own.id = best.id;
+  row.best.over_warp();
+  if (threadIdx.x % 32 == 0) offers(s, st.tile_index())[row.warp] = {row.best.score, row.best.id};
   return ok && st.put_done();
 }
 
 // The storer's part: the best of a row's warps.
 DEVICE void store_offers(const StepParams& p, const Place& at, const int* d, const Offer* of_tile) {
-  Share first(p, 0);
+  const Share first(p, 0);
   if (at.lane >= p.rows) return;
   Best best;
   for (int part = 0; part < first.parts; ++part) {
