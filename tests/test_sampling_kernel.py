@@ -19,7 +19,7 @@ from tests.emulated_sampler import Sampler, compile_sampler, pointer
 from tests.test_shortlist import PARAMS, adversarial
 from tests.tiny_model import tiny_geometry
 
-VOCAB = 1500  # no multiple of a strip
+VOCAB = 2060  # no multiple of a strip, and more than a warp stages at once
 GEOMETRY = dataclasses.replace(tiny_geometry(), vocab=VOCAB, logit_scale=1.0)
 LOGITS = dict(adversarial(VOCAB))
 GREEDY = SamplingParams()
@@ -94,22 +94,24 @@ def test_every_cut_of_hard_logits_draws_the_twins_token(library: ctypes.CDLL, na
 
 
 @pytest.mark.parametrize(
-    ("rows", "n_sm", "placement"), [(1, 1, "row_owner"), (2, 7, "round_robin"), (3, 132, "row_owner")]
+    ("rows", "n_sm", "placement"),
+    [(1, 1, "row_owner"), (8, 1, "row_owner"), (2, 7, "round_robin"), (4, 45, "row_owner"), (3, 132, "row_owner")],
 )
 def test_any_batch_on_any_sms_draws_the_twins_token(library: ctypes.CDLL, rows: int, n_sm: int, placement: str) -> None:
-    """132 SMs for 94 strips: some have no slice. Contexts advance on the device."""
+    """132 SMs for 129 strips: some have no slice. Contexts advance on the device, row 1 is inactive."""
     sampler = Sampler(library, program(rows, n_sm, placement))
-    params = [SamplingParams(1.0, 40, 0.9, seed=5), SamplingParams(1.5, seed=6), GREEDY][:rows]
-    sampler.set_rows(params, [100, 0, 7][:rows])
+    params = [SamplingParams(1.0, 40, 0.9, seed=5), SamplingParams(1.5, seed=6), GREEDY, SamplingParams(0.8, 40)]
+    params = (params + [SamplingParams(1.0, top_p=0.9, seed=3)] * 4)[:rows]
+    keys = np.array([100, 0, 7, 33, 5, 6, 7, 8][:rows])
+    sampler.set_rows(params, keys.tolist())
     random = np.random.default_rng(rows)
     for step in range(3):
         logits = random.standard_normal((rows, VOCAB)).astype(np.float32) * 2
         record = sampler.step(logits)
-        expected = [sample_row(row, at, key + step) for row, at, key in zip(logits, params, (100, 0, 7), strict=False)]
-        if rows > 1:
-            expected[1] = NO_TOKEN  # inactive
+        at = np.where(keys > 0, keys + step, 0)
+        expected = [sample_row(*row) if row[2] else NO_TOKEN for row in zip(logits, params, at.tolist(), strict=True)]
         assert record["tokens"][:rows].tolist() == expected
-        assert sampler["keys"][:rows].tolist() == [101 + step, 0, 8 + step][:rows]
+        assert sampler["keys"][:rows].tolist() == np.where(keys > 0, at + 1, 0).tolist()
 
 
 @pytest.mark.parametrize("draws", [False, True])

@@ -52,8 +52,9 @@ class Bins {
     sums[row.warp][lane] = sum;
   }
   DEVICE Bins(const T* kept, const uint64_t (*sums)[32], const Share& mine) : bins(kept), lane(threadIdx.x % 32) {
-#pragma unroll 1
-    for (int part = 0; part < mine.parts; ++part) sum_ += sums[mine.row * mine.parts + part][lane];
+#pragma unroll
+    for (int part = 0; part < CONSUMERS; ++part)
+      if (part < mine.parts) sum_ += sums[mine.row * mine.parts + part][lane];
     through_ = scan(sum_);
   }
   DEVICE uint64_t total() const { return __shfl_sync(~0u, through_, 31); }

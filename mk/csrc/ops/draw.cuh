@@ -32,8 +32,10 @@ class Listed {
   }
   template <class F>
   DEVICE void each(F f) const {
-#pragma unroll 2
-    for (int i = lane; i < tokens; i += 32) f(i < room ? held[i] : load_l2(list + i));
+#pragma unroll 4
+    for (int i = lane; i < min(room, tokens); i += 32) f(held[i]);
+#pragma unroll 1
+    for (int i = room + lane; i < tokens; i += 32) f(load_l2(list + i));
   }
   // The least rank from which on the tokens, by falling rank, weigh `need`; 0 where all of them weigh less.
   DEVICE uint64_t cut(uint64_t need, bool by_mass) const {
@@ -96,19 +98,31 @@ DEVICE uint64_t settle(const RowSampling& q, const Cuts& cuts, const Listed& ope
   return keep;
 }
 
-// The best of all slices' sure tokens, a part of them a lane.
-DEVICE Best best_of_slices(const StepParams& p, int row) {
-  const int slices = min(p.n_sm, VOCAB_PAD / 16);
-  Best best;
+// The best of all slices' sure tokens. Loaded when made, a part of them a lane, looked at in `best`.
+class SliceBests {
+ public:
+  DEVICE SliceBests(const StepParams& p, int row) : n_(min(p.n_sm, VOCAB_PAD / 16)), batch_(p, row, 0, n_) {}
+  DEVICE Best best(const StepParams& p, int row) {
+    Best best;
 #pragma unroll 1
-  for (int first = 0; first < slices; first += IN_FLIGHT * 32) {
-    Column<double> scores(p.best_score, first, slices, row, -INFINITY);
-    Column<int> ids(p.best_id, first, slices, row, MAX_ID);
+    for (int first = 0;;) {
 #pragma unroll
-    for (int i = 0; i < IN_FLIGHT; ++i) best.take(scores.v[i], ids.v[i]);
+      for (int i = 0; i < IN_FLIGHT; ++i) best.take(batch_.scores.v[i], batch_.ids.v[i]);
+      if ((first += IN_FLIGHT * 32) >= n_) return best;
+      batch_ = Batch(p, row, first, n_);
+    }
   }
-  return best;
-}
+
+ private:
+  struct Batch {
+    Column<double> scores;
+    Column<int> ids;
+    DEVICE Batch(const StepParams& p, int row, int first, int n)
+        : scores(p.best_score, first, n, row, -INFINITY), ids(p.best_id, first, n, row, MAX_ID) {}
+  };
+  const int n_;
+  Batch batch_;
+};
 
 // The first warp of a row hands the row's token to the storer, MAX_ID where there is none.
 DEVICE bool draw(const StepParams& p, Shared& s, Streams& st, const Drawing& row, bool ok) {
@@ -124,19 +138,21 @@ DEVICE bool draw(const StepParams& p, Shared& s, Streams& st, const Drawing& row
       id = head.id;
     }
   } else {
-    Best best;
+    const bool ends = row.mine.part == 0, binned = row.binned(p);  // this warp ends the row
+    const int at = row.mine.row;
+    SliceBests slices(p, at);
     Cuts cuts{};
-    if (row.mine.part == 0) {
-      if (row.binned(p)) cuts = load_cuts(p.cuts + row.mine.row);
-      best = best_of_slices(p, row.mine.row);
-    }
+    if (binned) cuts = load_cuts(p.cuts + at);
+    Best best;
     if (!row.q.cuts) {
       consumers_meet();
+      if (ends) best = slices.best(p, at);
     } else {
       const Listed open(p, s, row.mine);
       consumers_meet();
-      if (row.mine.part == 0 && open.tokens) {
-        if (!row.binned(p)) cuts.over = max(open.tokens - row.q.top_k, 0);
+      if (ends) best = slices.best(p, at);
+      if (ends && open.tokens) {
+        if (!binned) cuts.over = max(open.tokens - row.q.top_k, 0);
         const uint64_t keep = settle(row.q, cuts, open);
         open.each([&](const uint4& token) {
           if (rank_of(token) < keep) return;

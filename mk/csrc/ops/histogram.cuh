@@ -39,15 +39,12 @@ DEVICE void clear_idle_bins(const StepParams& p, const int* d, int thread) {
 // Every consumer warp runs this; `ok` says whether its wait was met.
 DEVICE bool fill_histogram(const StepParams& p, Shared& s, Streams& st, const int* d, Drawing& row, bool ok) {
   if (!__all_sync(~0u, ok)) return false;
-  if (!row.drawn()) {
-    clear_idle_bins(p, d, hidden(threadIdx.x));
-    return st.put_done();
-  }
-  Likeliest head(p, row.mine.row);
-  Slice slice(p, s, d, row);
   clear_idle_bins(p, d, hidden(threadIdx.x));
   const bool binned = row.binned(p);
   if (!binned && !st.put_done()) return false;
+  if (!row.drawn()) return true;
+  Likeliest head(p, row.mine.row);
+  Slice slice(p, s, d, row);
   head.over_warp(p, row.mine.row);
   row.view = RowView(row.q, head.value, row.listed(p) ? head.reached_by(row.q.top_k) : head.low);
   if (!binned) {

@@ -69,23 +69,26 @@ DEVICE void scan(const StepParams& p, Shared& s, Slice& slice, Drawing& row, int
     if (!__any_sync(~0u, any)) return;
     uint32_t word[4];
     philox(word, id / 4, s.keys[row.mine.row], row.q.seed);
-    float logit[4] = {v[0], v[1], v[2], v[3]};
+    float logit[4], noise[4];
+    any = false;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      logit[j] = v[j], noise[j] = gumbel(word[j]);
+      if (bin[j] != NONE && bin[j] < first) row.best.take(noisy_score(v[j], temperature, noise[j]), id + j);
+      any |= bin[j] >= first && bin[j] <= last;
+    }
+    if (!__any_sync(~0u, any)) return;
 #pragma unroll 1
     for (int j = 0; j < 4; ++j) {
-      const int here = bin[0];
-      const float noise = gumbel(word[0]);
-      if (here != NONE && here < first) row.best.take(noisy_score(logit[0], temperature, noise), id + j);
-      const bool open = here >= first && here <= last;
+      const bool open = bin[0] >= first && bin[0] <= last;
       const uint32_t opens = __ballot_sync(~0u, open);
-      if (opens) {
-        if (pending + __popc(opens) > Scratch::PENDING) flush();
-        if (open)
-          waiting[pending + __popc(opens & ((1u << lane) - 1))] =
-              undecided_token(logit[0], id + j, noise, row.view.mass(logit[0]));
-        pending += __popc(opens);
-      }
+      if (pending + __popc(opens) > Scratch::PENDING) flush();
+      if (open)
+        waiting[pending + __popc(opens & ((1u << lane) - 1))] =
+            undecided_token(logit[0], id + j, noise[0], row.view.mass(logit[0]));
+      pending += __popc(opens);
 #pragma unroll
-      for (int i = 0; i < 3; ++i) bin[i] = bin[i + 1], word[i] = word[i + 1], logit[i] = logit[i + 1];
+      for (int i = 0; i < 3; ++i) bin[i] = bin[i + 1], noise[i] = noise[i + 1], logit[i] = logit[i + 1];
     }
   });
   if (pending) flush();
