@@ -84,6 +84,12 @@ DEVICE uint32_t load_acquire(const uint32_t* p) {
 DEVICE void signal_release(uint32_t* p, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
+DEVICE void add_l2(uint64_t* p, uint64_t value) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" :: "l"(p), "l"(value) : "memory");
+}
+DEVICE void add_l2(uint32_t* p, uint32_t value) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" :: "l"(p), "r"(value) : "memory");
+}
 DEVICE uint4 load_l2(const uint4* p) {
   uint4 v;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -217,6 +217,10 @@ template <class T>
 T __ldg(const T* p) {
   return *p;
 }
+template <class T>
+void add_l2(T* p, T value) {
+  *p += value;
+}
 inline void store_release_system(uint64_t* p, uint64_t value) { *p = value; }
 
 // ---- what other operations use; never called --------------------------------------------------------------------

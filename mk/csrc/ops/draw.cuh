@@ -35,7 +35,15 @@ class Listed {
 #pragma unroll 4
     for (int i = lane; i < min(room, tokens); i += 32) f(held[i]);
 #pragma unroll 1
-    for (int i = room + lane; i < tokens; i += 32) f(load_l2(list + i));
+    for (int i = room + lane; i < tokens; i += 32 * TAIL) {
+      uint4 v[TAIL];
+#pragma unroll
+      for (int j = 0; j < TAIL; ++j)
+        if (i + j * 32 < tokens) v[j] = load_l2(list + i + j * 32);
+#pragma unroll
+      for (int j = 0; j < TAIL; ++j)
+        if (i + j * 32 < tokens) f(v[j]);
+    }
   }
   // The least rank from which on the tokens, by falling rank, weigh `need`; 0 where all of them weigh less.
   DEVICE uint64_t cut(uint64_t need, bool by_mass) const {
@@ -68,6 +76,7 @@ class Listed {
 
  private:
   static constexpr int ROOM = sizeof(Shared::ring) / sizeof(uint4);  // of all rows
+  static constexpr int TAIL = 4;  // loads in flight of what does not fit
   const uint4* list;
   const int room;
   uint4* held;

@@ -1,29 +1,36 @@
 // histogram: counts and masses of a row's logits by bin, the first of the waves that sample (mk/shortlist.py).
 //
-// Rows that need no bins go on to their shortlist while the others' signals are on their way.
+// An SM adds up its slice in shared memory first. Rows that need no bins signal at once, and go on to their shortlist
+// while the signals are on their way.
 #pragma once
 #include "shortlist.cuh"
 
-// Adds four tokens a lane to their bins. Where all are in one, as in a row of equal logits, one lane adds.
-DEVICE void count_tokens(const RowSampling& q, uint32_t* counts, unsigned long long* masses, const int (&bin)[4],
-                         const uint32_t (&mass)[4]) {
-  const bool alike = bin[0] == bin[1] && bin[0] == bin[2] && bin[0] == bin[3];
-  const int common = __shfl_sync(~0u, bin[0], 0);
-  if (__all_sync(~0u, alike && bin[0] == common)) {
-    uint64_t sum = warp_sum(static_cast<uint64_t>(mass[0]) + mass[1] + mass[2] + mass[3]);
-    if (common == NONE || threadIdx.x % 32) return;
-    if (q.top_k) atomicAdd(counts + Bins<uint32_t>::place(common), 128u);
-    if (q.top_p < 1.) atomicAdd(masses + Bins<uint64_t>::place(common), static_cast<unsigned long long>(sum));
-    return;
+// Sums of a slice by bin, in the order in which bins are stored. Those of masses are 64 bits wide, in two halves: shared
+// memory has no such addition.
+struct SliceBins {
+  uint32_t *counts, *low, *high;
+  DEVICE SliceBins(Scratch& kept, int row)
+      : counts(kept.counts[row]), low(reinterpret_cast<uint32_t*>(kept.masses[row])), high(low + BINS) {}
+  DEVICE void clear(const Share& mine) const {
+#pragma unroll 2
+    for (int i = mine.part * 32 + threadIdx.x % 32; i < BINS; i += mine.parts * 32) counts[i] = low[i] = high[i] = 0;
   }
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    if (bin[j] == NONE) continue;
-    if (q.top_k) atomicAdd(counts + Bins<uint32_t>::place(bin[j]), 1u);
-    if (q.top_p < 1.)
-      atomicAdd(masses + Bins<uint64_t>::place(bin[j]), static_cast<unsigned long long>(mass[j]));
+  DEVICE void add(const RowSampling& q, int bin, uint32_t mass) const {
+    if (q.top_k) atomicAdd(counts + Bins<uint32_t>::place(bin), 1u);
+    const int at = Bins<uint64_t>::place(bin);
+    if (q.top_p < 1. && atomicAdd(low + at, mass) + mass < mass) atomicAdd(high + at, 1u);
   }
-}
+  DEVICE void add_to(const StepParams& p, const Share& mine) const {
+    uint32_t* all_counts = bins_of(p, p.bin_count, p.epoch, mine.row);
+    uint64_t* all_masses = bins_of(p, p.bin_mass, p.epoch, mine.row);
+#pragma unroll 2
+    for (int i = mine.part * 32 + threadIdx.x % 32; i < BINS; i += mine.parts * 32) {
+      const uint64_t mass = static_cast<uint64_t>(high[i]) << 32 | low[i];
+      if (mass) add_l2(all_masses + i, mass);
+      if (counts[i]) add_l2(all_counts + i, counts[i]);
+    }
+  }
+};
 
 // The idle set: each slice clears its part of every row.
 DEVICE void clear_idle_bins(const StepParams& p, const int* d, int thread) {
@@ -36,32 +43,38 @@ DEVICE void clear_idle_bins(const StepParams& p, const int* d, int thread) {
   if (d[W_RANK] == 0 && thread < MAX_ROWS) p.undecided_count[(~p.epoch & 1) * MAX_ROWS + thread] = 0;
 }
 
-// Every consumer warp runs this; `ok` says whether its wait was met.
+// Every consumer warp runs this; `ok` says whether its wait was met, see Attention::chunk for why it goes on if not.
 DEVICE bool fill_histogram(const StepParams& p, Shared& s, Streams& st, const int* d, Drawing& row, bool ok) {
-  if (!__all_sync(~0u, ok)) return false;
-  clear_idle_bins(p, d, hidden(threadIdx.x));
-  const bool binned = row.binned(p);
-  if (!binned && !st.put_done()) return false;
-  if (!row.drawn()) return true;
+  ok = __all_sync(~0u, ok);
+  if (ok) clear_idle_bins(p, d, hidden(threadIdx.x));
+  const bool drawn = ok && row.drawn(), binned = drawn && row.binned(p);
+  if (ok && !binned) ok = st.put_done();
+  if (!drawn) {
+    consumers_meet(), consumers_meet();
+    return ok;
+  }
+  const SliceBins bins(scratch(s), row.mine.row);
+  if (binned) bins.clear(row.mine);
   Likeliest head(p, row.mine.row);
   Slice slice(p, s, d, row);
   head.over_warp(p, row.mine.row);
-  row.view = RowView(row.q, head.value, row.listed(p) ? head.reached_by(row.q.top_k) : head.low);
-  if (!binned) {
-    scan(p, s, slice, row, row.listed(p) ? 0 : BINS, BINS - 1);
-    return true;
-  }
-  uint32_t* counts = bins_of(p, p.bin_count, p.epoch, row.mine.row);
-  auto* masses = reinterpret_cast<unsigned long long*>(bins_of(p, p.bin_mass, p.epoch, row.mine.row));
-  slice.each([&](int, const float(&v)[4], int tokens) {
-    int bin[4];
-    uint32_t mass[4];
+  const bool listed = row.listed(p);
+  row.view = RowView(row.q, head.value, listed ? head.reached_by(row.q.top_k) : head.low);
+  consumers_meet();  // the row's bins are cleared
+  if (binned)
+    slice.each([&](int, const float(&v)[4], int tokens) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      bin[j] = j < tokens ? row.view.bin(v[j]) : NONE;
-      mass[j] = row.view.mass(v[j]);
-    }
-    count_tokens(row.q, counts, masses, bin, mass);
-  });
-  return st.put_done();
+      for (int j = 0; j < 4; ++j) {
+        const int bin = j < tokens ? row.view.bin(v[j]) : NONE;
+        const uint32_t mass = row.view.mass(v[j]);
+        if (bin != NONE) bins.add(row.q, bin, mass);
+      }
+    });
+  consumers_meet();  // and hold all of the slice
+  if (binned) {
+    bins.add_to(p, row.mine);
+    return st.put_done();
+  }
+  scan(p, s, slice, row, listed ? 0 : BINS, BINS - 1);
+  return ok;
 }

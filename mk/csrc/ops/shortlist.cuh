@@ -42,16 +42,20 @@ DEVICE Bounds find_bounds(const RowSampling& q, Scratch& kept, const Share& mine
   return found;
 }
 
-// A warp's part of a slice: tokens before bin `first` compete for the best, those through `last` are listed.
+// A warp's part of a slice: tokens before bin `first` compete for the warp's best, those through `last` are listed.
 DEVICE void scan(const StepParams& p, Shared& s, Slice& slice, Drawing& row, int first, int last) {
   const int lane = threadIdx.x % 32;
   uint4* waiting = scratch(s).pending[row.warp];
   const float temperature = row.q.temperature;
   int pending = 0;
-  auto flush = [&] {
-    __syncwarp();
+  auto reserve = [&] {
     uint32_t base = 0;
-    if (lane == 0) base = atomicAdd(p.undecided_count + (p.epoch & 1) * MAX_ROWS + row.mine.row, pending);
+    if (lane == 0 && pending)
+      base = atomicAdd(p.undecided_count + (p.epoch & 1) * MAX_ROWS + row.mine.row, pending);
+    return base;
+  };
+  auto flush = [&](uint32_t base) {
+    __syncwarp();
     uint4* list = p.undecided + static_cast<size_t>(row.mine.row) * VOCAB_PAD + __shfl_sync(~0u, base, 0);
 #pragma unroll 1
     for (int i = lane; i < pending; i += 32) list[i] = waiting[i];
@@ -82,7 +86,7 @@ DEVICE void scan(const StepParams& p, Shared& s, Slice& slice, Drawing& row, int
     for (int j = 0; j < 4; ++j) {
       const bool open = bin[0] >= first && bin[0] <= last;
       const uint32_t opens = __ballot_sync(~0u, open);
-      if (pending + __popc(opens) > Scratch::PENDING) flush();
+      if (pending + __popc(opens) > Scratch::PENDING) flush(reserve());
       if (open)
         waiting[pending + __popc(opens & ((1u << lane) - 1))] =
             undecided_token(logit[0], id + j, noise[0], row.view.mass(logit[0]));
@@ -91,7 +95,9 @@ DEVICE void scan(const StepParams& p, Shared& s, Slice& slice, Drawing& row, int
       for (int i = 0; i < 3; ++i) bin[i] = bin[i + 1], noise[i] = noise[i + 1], logit[i] = logit[i + 1];
     }
   });
-  if (pending) flush();
+  const uint32_t base = reserve();
+  row.best.over_warp();  // meanwhile
+  flush(base);
 }
 
 // Every consumer warp runs this; `ok` says whether its wait was met, see Attention::chunk for why it goes on if not.
@@ -112,7 +118,6 @@ DEVICE bool make_shortlist(const StepParams& p, Shared& s, Streams& st, const in
     if (d[W_RANK] == 0 && row.mine.part == 0 && threadIdx.x % 32 == 0) p.cuts[at] = bounds.cuts;
     scan(p, s, slice, row, bounds.first, bounds.last);
   }
-  row.best.over_warp();
   if (threadIdx.x % 32 == 0) offers(s, st.tile_index())[row.warp] = {row.best.score, row.best.id};
   return ok && st.put_done();
 }
