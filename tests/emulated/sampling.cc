@@ -4,8 +4,12 @@
 
 #include "ops/head.cuh"
 
-static Shared shared;
-static std::map<int, std::optional<Drawing>> drawings;  // by slice and thread: what an SM keeps from wave to wave
+// What an SM keeps from wave to wave: its shared memory, by slice, and its threads' state.
+struct alignas(128) Kept {
+  Shared shared;
+  std::optional<Drawing> row[CONSUMERS * 32];
+};
+static std::map<int, Kept> of_slice;
 
 extern "C" {
 
@@ -50,10 +54,12 @@ void head(const StepParams* p, const float* logits, int sm, const int* strips, i
 
 // One task of `opcode`, its consumers and then its storer.
 void task(const StepParams* p, const int* d) {
+  Kept& sm = of_slice[d[W_RANK]];
+  Shared& shared = sm.shared;
   for (int row = 0; row < MAX_ROWS; ++row) shared.keys[row] = row < p->rows ? p->keys[row] : 0;
   run_block(CONSUMERS * 32, [&] {
     Streams st(shared, Guard(*p, shared, ROLE_CONSUMER));
-    std::optional<Drawing>& row = drawings[d[W_RANK] * CONSUMERS * 32 + threadIdx.x];
+    std::optional<Drawing>& row = sm.row[threadIdx.x];
     if (d[W_OPCODE] != OP_SHORTLIST) row.emplace(*p, shared, threadIdx.x);
     if (d[W_OPCODE] == OP_HISTOGRAM) fill_histogram(*p, shared, st, d, *row, true);
     if (d[W_OPCODE] == OP_SHORTLIST) make_shortlist(*p, shared, st, d, *row, true);

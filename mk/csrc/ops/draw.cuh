@@ -58,7 +58,7 @@ class Listed {
     uint64_t hi = (static_cast<uint64_t>(__reduce_max_sync(~0u, high)) + 1) << 32;
     int inside = tokens, above = 0;  // how many lie in between, and above
 #pragma unroll 1
-    while (inside > 1) {
+    while (inside > 1 && hi - lo > 1) {  // ends with any numbers, also where nobody waited for the right ones
       const uint64_t middle = lo + (hi - lo) / 2;
       uint64_t sum = 0;
       int upper = 0;

@@ -121,8 +121,8 @@ class Likeliest {
   const Batch first_;
 };
 
-// A warp's row through the waves of a step. histogram and shortlist of a slice lie on one SM, so what the first has seen
-// the second need not look up.
+// A warp's row through the waves of a step. histogram and shortlist of a slice lie on one SM, so what the first has
+// loaded the second need not.
 struct Drawing {
   const int warp;
   const Share mine;
@@ -142,12 +142,12 @@ struct Drawing {
 // A warp's part of a slice, four logits a lane at a time.
 class Slice {
  public:
-  // The first logits are loaded, all of them in flight.
-  DEVICE Slice(const StepParams& p, Shared& s, const int* d, const Drawing& row)
+  // The first logits are loaded, all of them in flight; or `kept`, from a wave before, where these were all.
+  DEVICE Slice(const StepParams& p, Shared& s, const int* d, const Drawing& row, bool kept)
       : logits(reinterpret_cast<const float4*>(p.logits + static_cast<size_t>(row.mine.row) * VOCAB_PAD)),
         staged(&scratch(s).logits[row.warp][0][threadIdx.x % 32]), end((d[W_TILE] + d[W_TILES]) * 4),
         stride(row.mine.parts * 32), at_(d[W_TILE] * 4 + row.mine.part * 32 + threadIdx.x % 32) {
-    stage();
+    if (!kept || d[W_TILES] * 4 > Scratch::STAGED * stride) stage();
   }
   // Calls f(first id, four logits, how many of them are tokens); all lanes take part.
   template <class F>

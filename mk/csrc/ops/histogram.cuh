@@ -56,7 +56,7 @@ DEVICE bool fill_histogram(const StepParams& p, Shared& s, Streams& st, const in
   const SliceBins bins(scratch(s), row.mine.row);
   if (binned) bins.clear(row.mine);
   Likeliest head(p, row.mine.row);
-  Slice slice(p, s, d, row);
+  Slice slice(p, s, d, row, false);
   head.over_warp(p, row.mine.row);
   const bool listed = row.listed(p);
   row.view = RowView(row.q, head.value, listed ? head.reached_by(row.q.top_k) : head.low);

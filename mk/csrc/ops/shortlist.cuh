@@ -112,7 +112,7 @@ DEVICE bool make_shortlist(const StepParams& p, Shared& s, Streams& st, const in
       Bins<uint32_t>::gather(bins_of(p, p.bin_count, p.epoch, at), kept.counts[at], kept.count_sums, row);
     if (row.q.top_p < 1.)
       Bins<uint64_t>::gather(bins_of(p, p.bin_mass, p.epoch, at), kept.masses[at], kept.mass_sums, row);
-    Slice slice(p, s, d, row);
+    Slice slice(p, s, d, row, true);
     consumers_meet();
     const Bounds bounds = find_bounds(row.q, kept, row.mine);
     if (d[W_RANK] == 0 && row.mine.part == 0 && threadIdx.x % 32 == 0) p.cuts[at] = bounds.cuts;
