@@ -36,6 +36,7 @@ class Consumer {
       taken();
       if (!sample(entries.words, row, opened())) return false;
       done();
+      row.next_wave();
       if (!entries.next()) return false;
     }
     return true;

@@ -124,13 +124,17 @@ class Likeliest {
 // A warp's row through the waves of a step. histogram and shortlist of a slice lie on one SM, so what the first has
 // loaded the second need not.
 struct Drawing {
-  const int warp;
-  const Share mine;
+  int warp;
+  Share mine;
   RowSampling q{};  // of a row that is drawn, else zeros; asked for before the first wave opens
   RowView view;
   Best best;  // of this warp's tokens that are sure to be kept
   DEVICE Drawing(const StepParams& p, const Shared& s, int thread) : warp(thread / 32), mine(p, warp) {
     if (mine.row != NONE && s.keys[mine.row]) q = p.sampling[mine.row];
+  }
+  // Between waves: no address that follows from these is worth a register from one to the next.
+  DEVICE void next_wave() {
+    warp = hidden(warp), mine.row = hidden(mine.row), mine.part = hidden(mine.part), mine.parts = hidden(mine.parts);
   }
   DEVICE bool drawn() const { return q.temperature > 0.f; }  // greedy rows take the head's candidate
   // Whether the head's candidates bound the cut of top-k so closely that all above the bound is shortlisted.
