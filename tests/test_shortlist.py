@@ -20,6 +20,7 @@ def adversarial(vocab: int) -> Iterator[tuple[str, Floats]]:
     ids = np.arange(vocab)
     normal = np.random.default_rng(3).standard_normal(vocab).astype(np.float32) * 3
     yield "normal", normal
+    yield "rising", np.sort(normal)
     yield "ties", np.round(normal)
     yield "flat", np.full(vocab, -3.25, np.float32)
     yield "one spike", np.where(ids == 123, 50, 0).astype(np.float32)
