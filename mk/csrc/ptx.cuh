@@ -85,10 +85,10 @@ DEVICE void signal_release(uint32_t* p, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 DEVICE void add_l2(uint64_t* p, uint64_t value) {
-  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" :: "l"(p), "l"(value) : "memory");
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 DEVICE void add_l2(uint32_t* p, uint32_t value) {
-  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" :: "l"(p), "r"(value) : "memory");
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 DEVICE uint4 load_l2(const uint4* p) {
   uint4 v;
