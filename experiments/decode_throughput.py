@@ -32,7 +32,7 @@ from mk.runs import RunFolder
 from mk.runtime import Runtime
 from mk.sampling import SamplingParams, sample_row
 from mk.schedule.lower import Program
-from mk.step_params import MAX_ROWS
+from mk.step_params import MAX_ROWS, MAX_WINDOW, MIN_WINDOW
 from mk.trace import TRACE_DEFINE, StepTrace, causes_table, records_of
 
 KV_STD = 0.01
@@ -62,13 +62,7 @@ def main(cfg: Config) -> int:
 
 def run(cfg: Config) -> list[Row]:
     """A row a batch. Raises MkError for what cannot be measured, a check that fails and figures that cannot be."""
-    _check_settings(cfg)
-    if not torch.cuda.is_available():
-        raise MkError(
-            "decode_throughput needs a GPU, and torch sees none here",
-            hint="experiment=quickstart executes the same descriptors on a CPU, in the interpreter",
-        )
-    DeviceFacts.read().require(cfg.gpu)
+    check(cfg)
     settings = cfg.experiment
     held = hold_weights(cfg, DEVICE)
     source = held.source
@@ -125,8 +119,18 @@ def _check(
     return outcomes
 
 
+def check(cfg: Config) -> None:
+    """Refuses what this experiment cannot measure, or not here, before anything is loaded."""
+    _check_settings(cfg)
+    if not torch.cuda.is_available():
+        raise MkError(
+            "decode_throughput needs a GPU, and torch sees none here",
+            hint="experiment=quickstart executes the same descriptors on a CPU, in the interpreter",
+        )
+    DeviceFacts.read().require(cfg.gpu)
+
+
 def _check_settings(cfg: Config) -> None:
-    """Refuses what this experiment cannot measure, before anything is loaded."""
     s, ring = cfg.experiment, cfg.engine.ring
     engine = cfg.engine.name
     cases: list[tuple[bool, str, str | None]] = [
@@ -146,7 +150,11 @@ def _check_settings(cfg: Config) -> None:
             f"experiment.context={s.context} leaves no room for {s.warmup} + {s.steps} steps around it",
             "fewer steps, or a longer context",
         ),
-        (ring.window_kb % SLOT_KB == 0, f"engine.ring.window_kb={ring.window_kb} is no multiple of {SLOT_KB}", None),
+        (
+            MIN_WINDOW * SLOT_KB <= ring.window_kb <= MAX_WINDOW * SLOT_KB,
+            f"engine.ring.window_kb={ring.window_kb}: the kernel takes {MIN_WINDOW * SLOT_KB}..{MAX_WINDOW * SLOT_KB}",
+            None,
+        ),
     ]
     for holds, message, hint in cases:
         if not holds:

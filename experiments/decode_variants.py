@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from experiments import decode_throughput
 from experiments.settings import DecodeThroughput
 from mk.compose import expand_sweep, vary
@@ -19,13 +21,14 @@ from mk.rows import Row
 def main(cfg: Config) -> int:
     """Exit status 1 if a variant was refused or failed; the others run all the same."""
     jobs = variants(cfg)  # all composed before the first one starts
+    decode_throughput.check(jobs[0][1])
     found: dict[str, list[Row]] = {}
     failed: dict[str, str] = {}
     for number, (label, job) in enumerate(jobs, 1):
         print(f"\n[{number}/{len(jobs)}] {label}", flush=True)
         try:
             found[label] = decode_throughput.run(job)
-        except MkError as error:
+        except (MkError, torch.cuda.OutOfMemoryError) as error:
             failed[label] = str(error)
             print(f"failed: {error}", flush=True)
     print(f"\n{table(found, cfg.experiment.batches)}")
@@ -41,6 +44,8 @@ def variants(cfg: Config) -> list[tuple[str, Config]]:
     names = [field.name for field in dataclasses.fields(DecodeThroughput)]
     jobs = []
     for variant in cfg.experiment.variants:
+        if not variant.split() or any(override.startswith("experiment=") for override in variant.split()):
+            raise MkError(f"experiment.variants: {variant!r} is not some overrides of decode_throughput")
         for overrides in expand_sweep(variant.split()):
             varied = vary(cfg, overrides)
             settings = {name: getattr(varied.experiment, name) for name in names} | {"name": "decode_throughput"}

@@ -119,6 +119,7 @@ class PartialStep:
 
     def __post_init__(self) -> None:
         check_contexts("experiment.contexts", self.contexts)
+        require_at_least("experiment.kv_std", self.kv_std, 0)
 
 
 @dataclass(slots=True)

@@ -92,8 +92,8 @@ class Runtime:
     ) -> None:
         """pages: physical pages of each pool. max_blocks: blocks of a sequence. max_positions: longest context.
 
-        window_slots: 8 KB copies an SM may have outstanding. time_limit_s: of every wait inside a step. trace_records:
-        room an SM for a trace build's records (`mk/trace.py`), which each step overwrites.
+        window_slots: 8 KB copies an SM may have outstanding. time_limit_s: of a step; a wait that outlasts it is given
+        up. trace_records: room an SM for a trace build's records (`mk/trace.py`), which each step overwrites.
         Raises MkError for a device or a library that does not fit.
         """
         self.weights, self.geometry = weights, weights.geometry

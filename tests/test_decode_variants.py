@@ -78,12 +78,19 @@ def test_a_variant_that_fails_stops_no_other(
         return [row(cfg, batch) for batch in cfg.experiment.batches]
 
     monkeypatch.setattr(decode_throughput, "run", run)
+    monkeypatch.setattr(decode_throughput, "check", lambda cfg: None)
     status = decode_variants.main(ablation("experiment.variants=['wave_order=default,parted,interleaved']"))
     out = capsys.readouterr().out
     assert status == 1 and out.count("failed: ") == 2 and "failed: wave_order=parted: batch 1: bits_repeat" in out
     table = [line.split() for line in out.split("variant ")[1].splitlines()]
     assert table[1] == ["wave_order=default", "2.0000", "70.0", "4.0000", "70.0"]
     assert table[2][0] == "wave_order=interleaved"
+
+
+@pytest.mark.parametrize("variant", ["experiment=slow_sm", " "])
+def test_a_variant_is_of_this_experiment(variant: str) -> None:
+    with pytest.raises(MkError, match="is not some overrides of decode_throughput"):
+        decode_variants.variants(ablation(f"experiment.variants=['{variant}']"))
 
 
 def test_without_variants_there_is_nothing_to_run() -> None:

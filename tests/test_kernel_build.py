@@ -181,7 +181,7 @@ def test_every_input_changes_the_key(fake, tmp_path: Path, monkeypatch: pytest.M
         assert is_new(), f"{source.name} renamed"
         moved.rename(source)
     assert not is_new()  # all is as it was
-    assert is_new(defines=("MK_PROFILE",))
+    assert is_new(defines=("MK_TRACE",))
     assert is_new(splits=SplitPolicy(256, 64))
     assert is_new(splits=SplitPolicy(128, 32))
     monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, "-G"))

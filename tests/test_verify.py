@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mk.isa import ISA, NONE, Word
+from mk.programs import Plan
 from mk.schedule.lower import Counter, lower
 from mk.verify import verify
 from mk.verify.errors import Names
@@ -177,3 +178,26 @@ def test_a_clear_of_another_layers_queues() -> None:
     at = find(program, "route_setup", 2)
     said = refusal(edited(program, at, QUEUE=9), "queue")
     assert "cleared twice" in said and "QUEUES queue 9" in said
+
+
+@pytest.mark.parametrize("placement", ["row_owner", "round_robin", "dependency_affinity"])
+@pytest.mark.parametrize("n_sm", [4, 5, 9, 40])
+def test_a_slice_of_the_vocabulary_stays_on_its_sm(placement: str, n_sm: int) -> None:
+    """Also where there are fewer slices than SMs: what the first wave finds, the second takes from the same SM."""
+    plan = Plan(n_sm, ORDER, placement)
+    program = plan.lower(tiny_geometry(), 2, 300, draws=True)
+    verify(program)
+    where = [
+        program.track_of[program.words[:, Word.OPCODE] == ISA.named(op).opcode] for op in ("histogram", "shortlist")
+    ]
+    assert len(where[0]) and (where[0] == where[1]).all()
+
+
+def test_a_slice_on_another_sm_is_refused() -> None:
+    program = Plan(5, ORDER, "row_owner").lower(tiny_geometry(), 2, 300, draws=True)
+    one, other = np.flatnonzero(program.words[:, Word.OPCODE] == ISA.named("shortlist").opcode)[:2]
+    words = program.words.copy()
+    moved = [Word.RANK, Word.TILE, Word.TILES]
+    words[np.ix_([one, other], moved)] = words[np.ix_([other, one], moved)]
+    said = refusal(dataclasses.replace(program, words=words), "word")
+    assert "does not stand where its slice's histogram does" in said

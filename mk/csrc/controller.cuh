@@ -145,6 +145,8 @@ class Controller {
 
   DEVICE void put(int value) {
     s.entry[at_.index][lane] = value;
+    // a moment that no role comes to this time must not keep an earlier step's
+    if (lane == W_WAVE) trace_word(p, published_ + 1, T_OPENED, 0);
     __syncwarp();
     if (lane == 0) barrier_arrive(&s.entry_full[at_.index]);
     at_.next();

@@ -13,9 +13,10 @@
 constexpr int SUBTILES = 8;  // 16 x 32 sub-tiles of a slot
 
 // A barrier's parity tells a warp which lap a slot is in only while the slot's copy of the lap before has landed. A warp
-// passes over at most MAX_PASSED slots between two that it waits for; that the first of these two has landed says that
-// all those MAX_WINDOW + PRODUCER_LANES before it have (copies land out of order, lanes issue out of order).
-constexpr int MAX_PASSED = 9, MAX_WINDOW = RING_SLOTS - MAX_PASSED - PRODUCER_LANES;
+// passes over at most MAX_PASSED slots between two that it waits for: the other seven of an eight-slot strip, and two of
+// K where a chunk lacks its first page. That the first of the two was issued says that all those before it have landed
+// but the window's and the PRODUCER_LANES - 1 of its own batch: copies land, and lanes issue, in any order.
+constexpr int MAX_PASSED = 9, MAX_WINDOW = RING_SLOTS - MAX_PASSED - PRODUCER_LANES - 1;
 
 // A consumer warp's view of the weight ring and of the tile ring.
 class Streams {
@@ -161,9 +162,10 @@ DEVICE bool mma_strip(Streams& streams, float (&c)[4], const Fragment<SLOTS>& b)
         mma_slot(c, streams.slot(), b.v + round * SUBTILES);
         streams.release_slot(CONSUMERS);
         streams.skip_slots(slots - streams.warp - 1);
-      } else {  // not this warp's, but waited for: see MAX_PASSED
+      } else {  // not this warp's, but the last is waited for: see MAX_PASSED
+        streams.skip_slots(slots - 1);
         if (!streams.await_slot()) return false;
-        streams.skip_slots(slots);
+        streams.skip_slots(1);
       }
     }
   } else {

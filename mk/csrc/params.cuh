@@ -57,16 +57,16 @@ struct StepParams {
   int* keys;              // [rows] context length, this token included; 0 = inactive
   const int* table_full;     // [rows][table_stride] physical page of a block
   const int* table_sliding;  // the same for sliding layers
-  const float* rope;      // [rows][64][2] cos, sin of each row's position
+  const float* rope;      // [positions][64][2] cos and sin
   uint8_t* pool_full;     // [page][layer of the kind][kv head][K, V] blocks of 16 KB
   uint8_t* pool_sliding;
   // activations
-  bf16* x;                // [2][MAX_ROWS][HIDDEN]
+  bf16* x;                // [2][MAX_ROWS][HIDDEN_PAD]
   float* sumsq;           // [2][HIDDEN / 16][MAX_ROWS]
   bf16* qkv;              // [MAX_ROWS][QKV_ROWS] after RoPE, heads in logical order
   float* partial_o;       // [MAX_ROWS][KV_HEADS][SPLIT_STRIDE][GROUP][128]
   float* partial_ml;      // [MAX_ROWS][KV_HEADS][SPLIT_STRIDE][2][8] max (log2 units) and sum
-  bf16* attn_out;         // [MAX_ROWS][Q_WIDTH]
+  bf16* attn_out;         // [MAX_ROWS][Q_PAD]
   float* router_part;     // [HIDDEN_SLOTS][MAX_ROWS][128]
   bf16* hidden;           // [EXPERTS][MAX_ROWS][FFN_PAD]; padding stays zero
   bf16* dense_hidden;     // [MAX_ROWS][DENSE_PAD]
@@ -91,7 +91,7 @@ struct StepParams {
   // routing
   int* route_ids;         // [LAYERS][MAX_ROWS][TOP_K] published ids
   const int* forced_ids;  // the same shape: ids that replace the router's, or null
-  int* status;            // [MAX_ROWS] non-zero: a non-finite logit was seen
+  int* status;            // [MAX_ROWS] STATUS_ flags of the rows
   // safety
   uint32_t* abort_word;
   StallRecord* stalls;    // [n_sm]

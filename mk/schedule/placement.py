@@ -47,7 +47,8 @@ class RoundRobin:
 
     def place(self, op: Op, wave: str, layer: int, tasks: Words) -> SmIds:
         sms = (self.cursor + np.arange(len(tasks))) % self.n_sm
-        self.cursor = int(self.cursor + len(tasks)) % self.n_sm
+        if not op.everywhere:  # its tasks stand where the last such wave's do: some keep state in the SM
+            self.cursor = int(self.cursor + len(tasks)) % self.n_sm
         return sms
 
 

@@ -120,11 +120,27 @@ def check_words(program: Program, names: Names) -> None:
         Word.WEIGHT,
         f"below the {shape.layout.total_slots} weight slots",
     )
+    _check_slices(program, names)
     for op in ISA:
         tasks = np.flatnonzero(words[:, Word.OPCODE] == op.opcode)
         if len(tasks):
             _check_track(program, names, op, tasks)
             _check_op(_Group(program, names, op.name, tasks))
+
+
+def _check_slices(program: Program, names: Names) -> None:
+    """What an SM finds in its slice's histogram stays with it until the slice's shortlist: both stand in one track."""
+    words = program.words
+    tracks: dict[str, dict[int, int]] = {}
+    for op in sorted(SLICEWISE):
+        tasks = np.flatnonzero(words[:, Word.OPCODE] == ISA.named(op).opcode)
+        tracks[op] = dict(zip(words[tasks, Word.RANK].tolist(), tasks.tolist(), strict=True))
+    for rank, task in tracks["shortlist"].items():
+        first = tracks["histogram"].get(rank)
+        if first is not None and names.track[first] != names.track[task]:
+            raise VerifyError(
+                "word", f"{names.task(task)} does not stand where its slice's histogram does, {names.task(first)}"
+            )
 
 
 def _check_track(program: Program, names: Names, op: Op, tasks: Ints) -> None:

@@ -43,7 +43,7 @@ DEVICE void clear_idle_bins(const StepParams& p, const int* d, int thread) {
   if (d[W_RANK] == 0 && thread < MAX_ROWS) p.undecided_count[(~p.epoch & 1) * MAX_ROWS + thread] = 0;
 }
 
-// Every consumer warp runs this; `ok` says whether its wait was met, see Attention::chunk for why it goes on if not.
+// Every consumer warp runs this; `ok` says whether its wait was met, see Attention::run for why it goes on if not.
 DEVICE bool fill_histogram(const StepParams& p, Shared& s, Streams& st, const int* d, Drawing& row, bool ok) {
   ok = __all_sync(~0u, ok);
   if (ok) clear_idle_bins(p, d, hidden(threadIdx.x));

@@ -100,7 +100,7 @@ DEVICE void scan(const StepParams& p, Shared& s, Slice& slice, Drawing& row, int
   flush(base);
 }
 
-// Every consumer warp runs this; `ok` says whether its wait was met, see Attention::chunk for why it goes on if not.
+// Every consumer warp runs this; `ok` says whether its wait was met, see Attention::run for why it goes on if not.
 DEVICE bool make_shortlist(const StepParams& p, Shared& s, Streams& st, const int* d, Drawing& row, bool ok) {
   ok = __all_sync(~0u, ok && st.await_tile());
   if (!ok || !row.binned(p)) {
