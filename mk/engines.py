@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from mk.cuda_engine import CudaEngine
 from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.interpreter import Machine, StepInputs, StepOutputs
-from mk.kv import KVCache, blocks_of
+from mk.kv import KVCache, PageAllocator, blocks_of, pages_for_contexts
 from mk.model.geometry import SLOT_BYTES, Geometry
 from mk.model.opening import Model
 from mk.model.packing import PackedWeights
@@ -47,22 +47,44 @@ class Engine(Protocol):
     context: int
     program: Program | None
 
-    def prefill(self, row: int, tokens: Sequence[int]) -> Logits:
-        """Fill an empty slot with a prompt; logits after its last token, float32 [vocab]. Raises MkError."""
+    def prefill(self, row: int, tokens: Sequence[int], start: int = 0, every: bool = False) -> Logits:
+        """Take in tokens at positions start.. of a slot that holds the `start` tokens before them.
+
+        Returns the logits after the last one, float32 [vocab], or after `every` one, [tokens, vocab]. Raises MkError.
+        """
         ...
 
     def step(
-        self, tokens: Sequence[int] | None, keys: Sequence[int], sampling: Sequence[SamplingParams]
+        self,
+        tokens: Sequence[int] | None,
+        keys: Sequence[int],
+        sampling: Sequence[SamplingParams],
+        details: bool = True,
     ) -> StepOutputs:
         """Decode one token in every active row.
 
         tokens [rows]: what each row continues with; None = what the last step sampled. keys [rows]: context lengths
-        with that token, 0 = inactive row. Raises MkError.
+        with that token, 0 = inactive row. details: whether logits and experts are wanted besides tokens and status; an
+        engine to which they are no trouble gives them anyway. Raises MkError.
         """
         ...
 
     def free(self, row: int) -> None:
         """Give a slot's memory back; its next sequence starts empty."""
+        ...
+
+
+class PagedEngine(Engine, Protocol):
+    """An engine whose KV lies in pages: what continuous batching needs."""
+
+    pages: PageAllocator
+
+    def copy_out(self, kind: str, pages: Sequence[int]) -> Any:
+        """What some physical pages hold, in host memory."""
+        ...
+
+    def copy_in(self, kind: str, pages: Sequence[int], values: Any) -> None:
+        """Fill as many pages with what `copy_out` gave, bit for bit."""
         ...
 
 
@@ -82,11 +104,16 @@ class MachineEngine:
         seed: int = 0,
         router: Router | None = None,
         prefill: str = "torch",
+        pages: Mapping[str, int] | None = None,
     ) -> None:
-        """`seed` orders both the interleaving of the SMs and the pages handed out. prefill: torch, triton."""
+        """`seed` orders both the interleaving of the SMs and the pages handed out. prefill: torch, triton.
+
+        pages: of each pool; None = as many as `rows` contexts need.
+        """
         self.geometry = g = weights.geometry
         self.rows, self.context = rows, context
-        self.kv = KVCache.for_contexts(g, rows, context, chunk, paged_chunk=prefill == "triton")
+        pages = pages or pages_for_contexts(g, rows, context, chunk, paged_chunk=prefill == "triton")
+        self.kv = KVCache(g, pages["full"], pages["sliding"])
         self.pages = self.kv.allocator(rows, blocks_of(context), seed)
         self.machine = Machine(weights, self.kv, numerics, seed, router)
         self.programs = Programs(g, rows, plan)
@@ -98,11 +125,15 @@ class MachineEngine:
         else:
             self._prefill = TorchPrefill(weights, self.kv, numerics, chunk)
 
-    def prefill(self, row: int, tokens: Sequence[int]) -> Logits:
-        return self._prefill.run(self.pages, row, tokens)
+    def prefill(self, row: int, tokens: Sequence[int], start: int = 0, every: bool = False) -> Logits:
+        return self._prefill.run(self.pages, row, tokens, start, every)
 
     def step(
-        self, tokens: Sequence[int] | None, keys: Sequence[int], sampling: Sequence[SamplingParams]
+        self,
+        tokens: Sequence[int] | None,
+        keys: Sequence[int],
+        sampling: Sequence[SamplingParams],
+        details: bool = True,
     ) -> StepOutputs:
         self._fit(max(keys), any(not params.greedy for params in sampling))
         self.pages.advance(keys)
@@ -114,6 +145,12 @@ class MachineEngine:
 
     def free(self, row: int) -> None:
         self.pages.free(row)
+
+    def copy_out(self, kind: str, pages: Sequence[int]) -> npt.NDArray[np.float32]:
+        return self.kv.pools[kind][list(pages)]
+
+    def copy_in(self, kind: str, pages: Sequence[int], values: npt.NDArray[np.float32]) -> None:
+        self.kv.pools[kind][list(pages)] = values
 
     def _fit(self, longest: int, draws: bool) -> None:
         """Change to a program that fits. Loading clears the counters, fed-back tokens stay."""
@@ -139,13 +176,19 @@ class ReferenceEngine:
         self._sampled: list[int] = []
         self._steps = 0
 
-    def prefill(self, row: int, tokens: Sequence[int]) -> Logits:
+    def prefill(self, row: int, tokens: Sequence[int], start: int = 0, every: bool = False) -> Logits:
         if not tokens:
             raise MkError("prefill: the prompt has no tokens")
+        if every:
+            return np.stack([self._forward(row, [token]) for token in tokens])
         return self._forward(row, tokens)
 
     def step(
-        self, tokens: Sequence[int] | None, keys: Sequence[int], sampling: Sequence[SamplingParams]
+        self,
+        tokens: Sequence[int] | None,
+        keys: Sequence[int],
+        sampling: Sequence[SamplingParams],
+        details: bool = True,
     ) -> StepOutputs:
         g, tokens = self.geometry, self._sampled if tokens is None else tokens
         active = np.array(keys) > 0
