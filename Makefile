@@ -9,7 +9,7 @@ VENV := .venv/bin/python
 ASKED := $(if $(filter-out file undefined default,$(origin TORCH) $(origin PIP_ARGS)),--asked)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint sanitize clean
+.PHONY: help setup run serve test lint sanitize clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s%s\n", $$1, $$2}' Makefile
@@ -24,6 +24,10 @@ setup:
 
 run: setup ## decode real text through the machine, and check it
 	@$(VENV) run.py $(ARGS)
+
+serve: setup ## an OpenAI server: make serve [port=8000] [model=nano, a folder or a hub id]
+	@$(VENV) run.py experiment=serve $(if $(port),server.port=$(port)) \
+	$(if $(model),$(if $(wildcard configs/model/$(model).yaml),model=$(model),model.path=$(model))) $(ARGS)
 
 test: setup ## all tests, on every core; those that need a GPU are skipped without one
 	@$(VENV) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)

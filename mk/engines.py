@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from mk.build import build, is_built
 from mk.config import Config
 from mk.cuda_engine import CudaEngine
 from mk.device import DeviceFacts
+from mk.engine.scripted import Replies, ScriptedEngine
 from mk.errors import MkError
 from mk.interpreter import Machine, StepInputs, StepOutputs
 from mk.kv import KVCache, PageAllocator, blocks_of, pages_for_contexts
@@ -288,23 +290,41 @@ def make_engine(
 
     `progress` is told (matrices packed, in all) where weights have to be packed first.
     """
-    require_engine(config, rows)
     name = engine_name(config, model.geometry, rows)
-    if context > model.geometry.max_positions:
-        raise MkError(
-            f"a context of {context} tokens exceeds the model's max_positions={model.geometry.max_positions}",
-            hint="shorten the prompt, or decode fewer tokens",
-        )
-    if name == "cuda":
-        return _cuda_engine(config, model, rows, context, progress)
-    router = make_router(config.routing, model.geometry, rows)
     if name == "reference":
+        _check(config, model, rows, context)
         if config.engine.numerics != "float32":
             raise MkError(
                 f"engine=reference computes in float32, not engine.numerics={config.engine.numerics}",
                 hint="engine=interpreter has both",
             )
-        return ReferenceEngine(model.source, rows, context, router)
+        return ReferenceEngine(model.source, rows, context, make_router(config.routing, model.geometry, rows))
+    if name == "scripted":
+        raise MkError("engine=scripted has no model to decode with", hint="it is for experiment=serve")
+    return make_paged_engine(config, model, rows, context, None, progress)
+
+
+def make_paged_engine(
+    config: Config,
+    model: Model,
+    rows: int,
+    context: int,
+    pages: Mapping[str, int] | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> PagedEngine:
+    """As `make_engine`, of the engines that page their KV. pages: of each pool; None = as many as `rows` contexts need.
+
+    The scripted engine needs to be told.
+    """
+    _check(config, model, rows, context)
+    name = engine_name(config, model.geometry, rows)
+    if name == "cuda":
+        return _cuda_engine(config, model, rows, context, pages, progress)
+    if name == "scripted" and pages is not None:
+        script = Replies.from_file(model.tokenizer, Path(config.engine.script or ""))
+        return ScriptedEngine(model.geometry, script, rows, context, pages)
+    if name != "interpreter":
+        raise MkError(f"engine={name} has no paged KV", hint="engine=interpreter")
     return MachineEngine(
         model.packed(progress),
         Plan.from_config(config),
@@ -313,13 +333,28 @@ def make_engine(
         config.engine.numerics,
         config.prefill.chunk,
         config.gpu.interleaving_seed or 0,
-        router,
+        make_router(config.routing, model.geometry, rows),
         config.prefill.name,
+        pages,
     )
 
 
+def _check(config: Config, model: Model, rows: int, context: int) -> None:
+    require_engine(config, rows)
+    if context > model.geometry.max_positions:
+        raise MkError(
+            f"a context of {context} tokens exceeds the model's max_positions={model.geometry.max_positions}",
+            hint="shorten the prompt, or decode fewer tokens",
+        )
+
+
 def _cuda_engine(
-    config: Config, model: Model, rows: int, context: int, progress: Callable[[int, int], None] | None
+    config: Config,
+    model: Model,
+    rows: int,
+    context: int,
+    pages: Mapping[str, int] | None,
+    progress: Callable[[int, int], None] | None,
 ) -> CudaEngine:
     """Virtual SMs are for the interpreter: without a card in the gpu group, the plan takes all of this one's."""
     plan = Plan.from_config(config)
@@ -336,4 +371,5 @@ def _cuda_engine(
         config.prefill.chunk,
         window_slots=window,
         products=config.prefill.products,
+        pages=pages,
     )

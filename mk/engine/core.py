@@ -17,15 +17,13 @@ import numpy as np
 
 from mk.engine.logits import logprobs_of, needs_logits, pick
 from mk.engine.prefix_cache import Hit, PrefixCache, extend_hashes
-from mk.engine.request import Delivery, Phase, Request, Sampled
+from mk.engine.request import GREEDY, Delivery, Phase, Request, Sampled
 from mk.engines import PagedEngine
 from mk.errors import MkError
 from mk.interpreter import Status
 from mk.kv import ABSENT, KINDS, OutOfPages, blocks_of, first_visible, kv_layers
 from mk.model.geometry import PAGE
-from mk.sampling import NO_TOKEN, SamplingParams
-
-_IDLE = SamplingParams()
+from mk.sampling import NO_TOKEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +308,7 @@ class Core:
         if not batch:
             return
         rows = self.engine.rows
-        tokens, keys, sampling = [0] * rows, [0] * rows, [_IDLE] * rows
+        tokens, keys, sampling = [0] * rows, [0] * rows, [GREEDY] * rows
         on_host = {slot: needs_logits(request, self._ends(request)) for slot, request in batch}
         for slot, request in batch:
             tokens[slot], keys[slot] = request.tokens[-1], request.context

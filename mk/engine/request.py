@@ -13,6 +13,7 @@ import numpy.typing as npt
 from mk.sampling import SamplingParams
 
 Mask = npt.NDArray[np.bool_]
+GREEDY = SamplingParams()
 
 
 class Constraint(Protocol):
@@ -38,7 +39,7 @@ class GenerationParams:
     """
 
     max_tokens: int
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = GREEDY
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0

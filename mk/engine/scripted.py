@@ -125,11 +125,12 @@ class ScriptedEngine:
 class Reply:
     """`when` the last turn of the prompt (without a chat template: the prompt's end) holds a text, `say` another.
 
-    Markers are spelled out in `say`, which begins inside thinking; the end of turn follows by itself.
+    Markers are spelled out in `say`, which begins inside thinking and may be token ids; the end of turn follows by
+    itself.
     """
 
     when: str
-    say: str
+    say: str | Sequence[int]
 
 
 class Replies:
@@ -137,7 +138,9 @@ class Replies:
 
     def __init__(self, tokenizer: Tokenizer, replies: Sequence[Reply]) -> None:
         self._tokenizer = tokenizer
-        self._replies = [(reply.when, tokenizer.encode(reply.say)) for reply in replies]
+        self._replies: list[tuple[str, list[int]]] = []
+        for reply in replies:
+            self.add(reply)
         self._otherwise = tokenizer.encode("<|END_THINKING|><|START_TEXT|>The script has no reply.<|END_TEXT|>")
         self._end_thinking = tokenizer.marker("end_thinking")
 
@@ -148,6 +151,10 @@ class Replies:
             return cls(tokenizer, [Reply(**entry) for entry in json.loads(path.read_text())])
         except (OSError, ValueError, TypeError) as error:
             raise MkError(f"engine.script={path}: {error}", hint='[{"when": "hi", "say": "..."}, ...]') from error
+
+    def add(self, reply: Reply) -> None:
+        say = self._tokenizer.encode(reply.say) if isinstance(reply.say, str) else list(reply.say)
+        self._replies.append((reply.when, say))
 
     def __call__(self, history: Sequence[int]) -> Mapping[int, float]:
         said, say = self._find(list(history))

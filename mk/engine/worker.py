@@ -1,4 +1,4 @@
-"""The thread that runs the core: it computes while there is something to compute, and sleeps on a condition otherwise."""
+"""The thread that runs the core: it computes while there is something to compute, else sleeps on a condition."""
 
 from __future__ import annotations
 
