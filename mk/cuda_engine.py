@@ -6,7 +6,7 @@ Prompts are prefilled by Triton kernels into the kernel's own pages, or in PyTor
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -125,20 +125,25 @@ class CudaEngine:
         return self._outputs(keys, found) if details else StepOutputs(found.tokens, found.status, NO_LOGITS)
 
     def run(
-        self, tokens: Sequence[int] | None, keys: Sequence[int], sampling: Sequence[SamplingParams], steps: int
-    ) -> Iterator[StepTokens]:
+        self,
+        tokens: Sequence[int] | None,
+        keys: Sequence[int],
+        sampling: Sequence[SamplingParams],
+        steps: int,
+        ahead: int = AHEAD,
+    ) -> Generator[StepTokens, None, None]:
         """Decode `steps` tokens in every active row, arguments as `step`'s; each step's as soon as they are sampled.
 
-        The device is always some steps ahead: a row that ends early has been decoded for nothing until the caller
-        closes the iterator, which waits for what is queued. Raises MkError as `step` does.
+        The device is always `ahead` steps or more ahead: a row that ends early has been decoded for nothing until the
+        caller closes the iterator, which waits for what is queued. Raises MkError as `step` does.
         """
         waiting: deque[int] = deque()
         queued = 0
         try:
             for _ in range(steps):
-                while queued < steps and len(waiting) <= AHEAD:
+                while queued < steps and len(waiting) <= ahead:
                     grown = [length + queued if length else 0 for length in keys]
-                    burst = min(AHEAD, steps - queued)
+                    burst = min(ahead, steps - queued)
                     waiting += self._queue(tokens, grown, sampling, burst, follows=queued > 0)
                     queued += burst
                 found = self.runtime.tokens_of(waiting.popleft())

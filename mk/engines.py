@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from mk.cuda_engine import CudaEngine
 from mk.device import DeviceFacts
 from mk.engine.scripted import Replies, ScriptedEngine
 from mk.errors import MkError
+from mk.host_ring import StepTokens
 from mk.interpreter import Machine, StepInputs, StepOutputs
 from mk.kv import KVCache, PageAllocator, blocks_of, pages_for_contexts
 from mk.model.geometry import SLOT_BYTES, Geometry
@@ -80,6 +81,21 @@ class PagedEngine(Engine, Protocol):
     """An engine whose KV lies in pages: what continuous batching needs."""
 
     pages: PageAllocator
+
+    def run(
+        self,
+        tokens: Sequence[int] | None,
+        keys: Sequence[int],
+        sampling: Sequence[SamplingParams],
+        steps: int,
+        ahead: int,
+    ) -> Generator[StepTokens, None, None]:
+        """Decode `steps` tokens in every active row, arguments as `step`'s; each step's as soon as they are there.
+
+        The engine may be up to twice `ahead` steps further than what it has given; closing the iterator waits for
+        them, and what they wrote lies behind what has been given. Pages for all steps must be had.
+        """
+        ...
 
     def copy_out(self, kind: str, pages: Sequence[int]) -> Any:
         """What some physical pages hold, in host memory."""
@@ -144,6 +160,19 @@ class MachineEngine:
         except MkError:
             self.program = None  # its counters stand somewhere in the middle of a step
             raise
+
+    def run(
+        self,
+        tokens: Sequence[int] | None,
+        keys: Sequence[int],
+        sampling: Sequence[SamplingParams],
+        steps: int,
+        ahead: int,
+    ) -> Generator[StepTokens, None, None]:
+        for done in range(steps):
+            grown = [length + done if length else 0 for length in keys]
+            out = self.step(None if done else tokens, grown, sampling)
+            yield StepTokens(out.tokens, out.status)
 
     def free(self, row: int) -> None:
         self.pages.free(row)

@@ -6,7 +6,8 @@ its window. A page holds 64 tokens of every layer and KV head of its kind, so on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -99,6 +100,7 @@ class PageAllocator:
     table: PageTable = field(init=False)
     free_pages: dict[str, list[int]] = field(init=False)
     holders: dict[str, Blocks] = field(init=False)  # how many hold each page
+    _window_kept: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.table = PageTable(self.slots, self.max_blocks)
@@ -148,6 +150,8 @@ class PageAllocator:
 
         window: keys visible including the query's own, the geometry's by default.
         """
+        if self._window_kept:
+            return 0
         visible = first_visible(keys + 1, self.geometry.window_keys if window is None else window)
         return self._release(slot, "sliding", visible // PAGE)
 
@@ -160,6 +164,15 @@ class PageAllocator:
             if length:
                 self.release_window(slot, length - 1)
                 self.reserve(slot, length)
+
+    @contextlib.contextmanager
+    def window_kept(self) -> Iterator[None]:
+        """Inside, nothing leaves a window: steps are under way that may be gone back on."""
+        self._window_kept = True
+        try:
+            yield
+        finally:
+            self._window_kept = False
 
     def adopt(self, slot: int, blocks: int, pages: Mapping[str, Mapping[int, int]]) -> None:
         """Begin an empty slot with `blocks` blocks that others hold too: kind -> block -> page.

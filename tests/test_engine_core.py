@@ -66,8 +66,9 @@ def same(found: Sequence[Answer], expected: Sequence[Answer]) -> bool:
         {"prefill": "interleave", "steps_between": 3, "chunk": 50},
         {"chunk": 7, "deliver": 4},
         {"chunk": 200, "cache": False},
+        {"run": 1},
     ],
-    ids=["pause", "interleave", "chunks of 7", "whole prompts"],
+    ids=["pause", "interleave", "chunks of 7", "whole prompts", "step by step"],
 )
 def test_neighbours_and_chunks_change_no_bit(expected: list[Answer], policy: dict) -> None:
     found = answers()
@@ -92,6 +93,30 @@ def test_preemption_changes_no_bit(make: object) -> None:
     run(engine, *found)
     assert engine.totals.preemptions > 0
     assert same(found, alone(make))
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 5])
+def test_steps_that_were_begun_too_many_are_gone_back_on(ahead: int) -> None:
+    """The engine has run past a token that ends a request, or past a newcomer: across a page, past the window."""
+    for interrupt in range(1, 140, 13):
+        engine = core(scripted(rows=3), ahead=ahead, cache_generated=interrupt % 2 == 0)
+        first, second, late = (
+            Answer(prompt(40, 1), 150),
+            Answer(prompt(30, 2), 5 + interrupt),
+            Answer(prompt(70, 3), 60),
+        )
+        steps = iter(range(10_000))
+        engine.interrupted = lambda: next(steps) % interrupt == interrupt - 1  # noqa: B023
+        engine.submit(first.request)
+        engine.submit(second.request)
+        for _ in range(4):
+            engine.tick()
+        engine.submit(late.request)
+        finish(engine)
+        for answer in (first, second, late):
+            cold = Answer(answer.request.prompt, answer.request.params.max_tokens)
+            run(core(scripted(rows=1), cache=False, run=1), cold)
+            assert answer.tokens == cold.tokens
 
 
 def test_a_hit_on_prompt_blocks_changes_no_bit(expected: list[Answer]) -> None:
@@ -257,7 +282,7 @@ def test_rows_that_are_not_finite_end_alone() -> None:
 def test_many_random_requests_leave_nothing_behind() -> None:
     """Requests of every length, a tenth cancelled, in pools that force preemption and eviction."""
     rng = np.random.default_rng(3)
-    engine: Core = core(scripted(rows=4, pages={"full": 9, "sliding": 10}), deliver=2)
+    engine: Core = core(scripted(rows=4, pages={"full": 9, "sliding": 10}), deliver=2, run=4, ahead=2)
     found: list[Answer] = []
     for number in range(120):
         base = prompt(128, int(rng.integers(3)))[: int(rng.integers(1, 128))]

@@ -8,9 +8,10 @@ and blocks that requests share hold the bits that each would have computed.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +21,8 @@ from mk.engine.prefix_cache import Hit, PrefixCache, extend_hashes
 from mk.engine.request import GREEDY, Delivery, Phase, Request, Sampled
 from mk.engines import PagedEngine
 from mk.errors import MkError
-from mk.interpreter import Status
+from mk.host_ring import StepTokens
+from mk.interpreter import Status, StepOutputs
 from mk.kv import ABSENT, KINDS, OutOfPages, blocks_of, first_visible, kv_layers
 from mk.model.geometry import PAGE
 from mk.sampling import NO_TOKEN
@@ -32,7 +34,9 @@ class Policy:
 
     chunk: prompt tokens computed at a time. prefill: "pause" computes a prompt to its end, "interleave" runs
     `steps_between` decode steps after each chunk. cache, cache_generated: whether full blocks of prompts, and those
-    with generated tokens, are kept for later requests. deliver: tokens that are delivered at a time.
+    with generated tokens, are kept for later requests. deliver: tokens that are delivered at a time. run, ahead: decode
+    steps that are begun together while nothing else is to be done, and how far the engine may be beyond what has been
+    looked at.
     """
 
     chunk: int
@@ -41,6 +45,8 @@ class Policy:
     cache: bool = True
     cache_generated: bool = True
     deliver: int = 1
+    run: int = 64
+    ahead: int = 4
 
 
 @dataclass(slots=True)
@@ -65,6 +71,7 @@ class Core:
         self.cache = PrefixCache(self.pages) if policy.cache else None
         self.slots: list[Request | None] = [None] * engine.rows
         self.totals = Totals()
+        self.interrupted: Callable[[], bool] = lambda: False  # whether a run of steps is to end: somebody waits
         self._queue: list[tuple[int, Request]] = []  # by arrival; new ones and preempted ones
         self._arrivals = 0
         self._steps_since_chunk = 0
@@ -152,8 +159,9 @@ class Core:
         """Pages that a request of `tokens` tokens holds at most, a chunk in flight included."""
         if kind == "full":
             return blocks_of(tokens)
-        straddled = 2  # both the window and the chunk may begin inside a block
-        window = blocks_of(self.engine.geometry.window_keys) + blocks_of(self.policy.chunk) + straddled
+        straddled = 2  # both the window and what is in flight may begin inside a block
+        in_flight = max(self.policy.chunk, self.policy.run)
+        window = blocks_of(self.engine.geometry.window_keys) + blocks_of(in_flight) + straddled
         return min(blocks_of(tokens), window)
 
     def _admit(self) -> None:
@@ -314,7 +322,34 @@ class Core:
             tokens[slot], keys[slot] = request.tokens[-1], request.context
             if not on_host[slot]:
                 sampling[slot] = request.params.sampling
-        out = self.engine.step(tokens, keys, sampling, details=any(on_host.values()))
+        steps = 1 if any(on_host.values()) else self._steps_without_looking([request for _, request in batch])
+        if steps == 1:
+            self._account(batch, on_host, self.engine.step(tokens, keys, sampling, details=any(on_host.values())))
+            return
+        run = self.engine.run(tokens, keys, sampling, steps, self.policy.ahead)
+        # a request that ends gives its pages back before steps under way have ended, but nobody gets pages before then
+        with self.pages.window_kept(), contextlib.closing(run):
+            for out in run:
+                self._account(batch, on_host, out)
+                if self.interrupted() or any(request.phase is Phase.FINISHED for _, request in batch):
+                    break
+
+    def _steps_without_looking(self, batch: Sequence[Request]) -> int:
+        """How many steps may be begun together: none of the requests is sure to end before, and all have the pages."""
+        if self._queue or any(r is not None and r.phase is Phase.PREFILL for r in self.slots):
+            return 1
+        steps = min(self.policy.run, *(r.params.max_tokens - len(r.tokens) for r in batch))
+        try:
+            for request in batch:
+                self.pages.reserve(request.slot, request.context + steps - 1, since=request.computed)
+        except OutOfPages:
+            return 1
+        return steps
+
+    def _account(
+        self, batch: Sequence[tuple[int, Request]], on_host: Mapping[int, bool], out: StepOutputs | StepTokens
+    ) -> None:
+        """What a step means for its requests."""
         self.totals.steps += 1
         for slot, request in batch:
             if out.status[slot]:
@@ -324,6 +359,7 @@ class Core:
             self._publish(request, request.context)
             request.computed = request.context
             if on_host[slot]:
+                assert isinstance(out, StepOutputs)
                 self._take(request, pick(out.logits[slot], request, self._ends(request)), out.logits[slot])
             else:
                 self._take(request, int(out.tokens[slot]), None)

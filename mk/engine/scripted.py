@@ -7,7 +7,8 @@ follow from what its pages say; so a page that was shared, moved, copied or give
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mk.errors import MkError
+from mk.host_ring import StepTokens
 from mk.interpreter import StepOutputs
 from mk.kv import ABSENT, KINDS, PageAllocator, blocks_of, first_visible
 from mk.model.geometry import PAGE, Geometry
@@ -82,6 +84,24 @@ class ScriptedEngine:
             out.tokens[row] = sample_row(out.logits[row], sampling[row], keys[row])
         self._sampled = np.maximum(out.tokens, 0).tolist()
         return out
+
+    def run(
+        self,
+        tokens: Sequence[int] | None,
+        keys: Sequence[int],
+        sampling: Sequence[SamplingParams],
+        steps: int,
+        ahead: int,
+    ) -> Generator[StepTokens, None, None]:
+        """As a card does it: `ahead` steps further than what has been read."""
+        waiting: deque[StepTokens] = deque()
+        for queued in range(steps):
+            grown = [length + queued if length else 0 for length in keys]
+            out = self.step(None if queued else tokens, grown, sampling)
+            waiting.append(StepTokens(out.tokens, out.status))
+            if len(waiting) > ahead:
+                yield waiting.popleft()
+        yield from waiting
 
     def free(self, row: int) -> None:
         self.pages.free(row)

@@ -41,6 +41,7 @@ class Worker:
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._stopping = False
+        core.interrupted = lambda: bool(self._inbox) or self._stopping
         self._thread = threading.Thread(target=self._run, name="mk-engine", daemon=True)
         self.snapshot = self._snapshot()
 
