@@ -41,8 +41,20 @@ def scripted(script: Any = successor, rows: int = 3, pages: Mapping[str, int] | 
     return ScriptedEngine(GEOMETRY, script, rows, CONTEXT, pages or {"full": 24, "sliding": 24}, seed=1)
 
 
+POLICY: dict[str, Any] = {
+    "chunk": 32,
+    "prefill": "interleave",
+    "steps_between": 1,
+    "cache": True,
+    "cache_generated": True,
+    "deliver": 1,
+    "run": 64,
+    "ahead": 4,
+}
+
+
 def core(engine: Any, **policy: Any) -> Core:
-    return Core(engine, [EOS], Policy(**{"chunk": 32, **policy}))
+    return Core(engine, [EOS], Policy(**{**POLICY, **policy}))
 
 
 class Answer:

@@ -27,6 +27,7 @@ from mk.server.generation import Service
 from mk.server.grammar import Grammars
 from mk.server.launch import Server, listen
 from mk.server.metrics import Metrics
+from tests.engine_rig import POLICY
 from tests.interpreter_rig import NANO_GEOMETRY
 
 TOKENIZER: Tokenizer = load_tokenizer(NANO)
@@ -111,7 +112,7 @@ def serving(
     """deliver: tokens that the engine hands over at a time."""
     replies = Replies(TOKENIZER, [])
     engine = ScriptedEngine(NANO_GEOMETRY, lambda h: served(h), rows, CONTEXT, {"full": pages, "sliding": pages})
-    worker = Worker(Core(engine, TOKENIZER.eos, Policy(chunk=256, deliver=deliver)))
+    worker = Worker(Core(engine, TOKENIZER.eos, Policy(**{**POLICY, "chunk": 256, "deliver": deliver})))
     settings = {"context": CONTEXT, "max_waiting": 200, "defaults": {"temperature": 0.0}, **service}
     made = Service(
         worker, TOKENIZER, "nano", "fp_test", created=1, metrics=Metrics(worker), grammars=GRAMMARS, **settings

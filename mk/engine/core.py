@@ -40,13 +40,13 @@ class Policy:
     """
 
     chunk: int
-    prefill: str = "interleave"
-    steps_between: int = 1
-    cache: bool = True
-    cache_generated: bool = True
-    deliver: int = 1
-    run: int = 64
-    ahead: int = 4
+    prefill: str
+    steps_between: int
+    cache: bool
+    cache_generated: bool
+    deliver: int
+    run: int
+    ahead: int
 
 
 @dataclass(slots=True)

@@ -42,12 +42,14 @@ def build_service(config: Config, model: Model, progress: Callable[[int, int], N
     pages = {"full": blocks_of(server.kv_tokens.full), "sliding": blocks_of(server.kv_tokens.sliding)}
     engine = make_paged_engine(config, model, server.slots, server.context, pages, progress)
     policy = Policy(
-        config.prefill.chunk,
-        engine_config.prefill_policy,
-        engine_config.steps_between_chunks,
-        prefix.enabled,
-        prefix.enabled and prefix.generated,
-        server.deliver,
+        chunk=config.prefill.chunk,
+        prefill=engine_config.prefill_policy,
+        steps_between=engine_config.steps_between_chunks,
+        cache=prefix.enabled,
+        cache_generated=prefix.enabled and prefix.generated,
+        deliver=server.deliver,
+        run=engine_config.run_steps,
+        ahead=engine_config.run_ahead,
     )
     worker = Worker(Core(engine, model.tokenizer.eos, policy))
     return Service(
