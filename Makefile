@@ -9,7 +9,7 @@ VENV := .venv/bin/python
 ASKED := $(if $(filter-out file undefined default,$(origin TORCH) $(origin PIP_ARGS)),--asked)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run serve test lint sanitize clean
+.PHONY: help setup run serve test soak lint sanitize clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s%s\n", $$1, $$2}' Makefile
@@ -31,6 +31,9 @@ serve: setup ## an OpenAI server: make serve [port=8000] [model=nano, a folder o
 
 test: setup ## all tests, on every core; those that need a GPU are skipped without one
 	@$(VENV) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+
+soak: setup ## 2,000 mixed requests against a server, a third of them broken off; make test runs a slice of it
+	@SOAK=10 $(VENV) -m pytest tests/test_soak.py -q --timeout 3600 $(ARGS)
 
 lint: setup ## ruff, and mypy on mk/
 	@$(VENV) -m ruff check .

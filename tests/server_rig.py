@@ -19,6 +19,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from mk.engine.core import Core, Policy
 from mk.engine.scripted import Replies, Reply, ScriptedEngine
 from mk.engine.worker import Worker
+from mk.engines import PagedEngine
 from mk.kv import KINDS
 from mk.model.opening import NANO
 from mk.model.tokenizer import Tokenizer, load_tokenizer
@@ -107,16 +108,24 @@ class Served:
 
 @contextmanager
 def serving(
-    deliver: int = 1, api_key: str | None = None, pages: int = 96, rows: int = 4, **service: Any
+    deliver: int = 1,
+    api_key: str | None = None,
+    pages: int = 96,
+    rows: int = 4,
+    engine: PagedEngine | None = None,
+    policy: Mapping[str, Any] | None = None,
+    **service: Any,
 ) -> Iterator[Served]:
-    """deliver: tokens that the engine hands over at a time."""
+    """deliver: tokens that the engine hands over at a time. engine: in the place of the scripted one."""
     replies = Replies(TOKENIZER, [])
-    engine = ScriptedEngine(NANO_GEOMETRY, lambda h: served(h), rows, CONTEXT, {"full": pages, "sliding": pages})
-    worker = Worker(Core(engine, TOKENIZER.eos, Policy(**{**POLICY, "chunk": 256, "deliver": deliver})))
-    settings = {"context": CONTEXT, "max_waiting": 200, "defaults": {"temperature": 0.0}, **service}
-    made = Service(
-        worker, TOKENIZER, "nano", "fp_test", created=1, metrics=Metrics(worker), grammars=GRAMMARS, **settings
-    )
+    if engine is None:
+        counts = {"full": pages, "sliding": pages}
+        engine = ScriptedEngine(NANO_GEOMETRY, lambda history: served(history), rows, CONTEXT, counts)
+    chosen = {**POLICY, "chunk": 256, "deliver": deliver, **(policy or {})}
+    worker = Worker(Core(engine, TOKENIZER.eos, Policy(**chosen)))
+    settings = {"context": engine.context, "max_waiting": 200, "defaults": {"temperature": 0.0}, **service}
+    metrics = Metrics(worker)
+    made = Service(worker, TOKENIZER, "nano", "fp_test", created=1, metrics=metrics, grammars=GRAMMARS, **settings)
     listener = listen("127.0.0.1", 0)
     ready = threading.Event()
     config = uvicorn.Config(create_app(made, "1.2.3", api_key), log_level="warning", timeout_graceful_shutdown=2)
