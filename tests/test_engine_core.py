@@ -9,8 +9,11 @@ import pytest
 
 from mk.engine.core import Core
 from mk.engine.request import Phase
+from mk.engines import MachineEngine
 from mk.errors import MkError
+from mk.graph import LAYER_WAVES
 from mk.kv import KINDS
+from mk.programs import Plan
 from mk.sampling import SamplingParams
 from tests.engine_rig import (
     EOS,
@@ -24,6 +27,7 @@ from tests.engine_rig import (
     scripted,
     successor,
 )
+from tests.interpreter_rig import weights
 
 WARM = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
 # (prompt, max_tokens, parameters): greedy and sampled, inside and past the window of 64, with and without logprobs
@@ -303,3 +307,24 @@ def test_many_random_requests_leave_nothing_behind() -> None:
     assert all(
         len(engine.pages.free_pages[kind]) + engine.cache.evictable(kind) == engine.pages.pages[kind] for kind in KINDS
     )
+
+
+def test_prefill_in_triton_goes_on_where_decode_has_written() -> None:
+    """Chunks, every position's logits, and a second turn over blocks that steps wrote, under Triton's interpreter."""
+    plan, pages = Plan(4, LAYER_WAVES, "row_owner"), {"full": 8, "sliding": 8}
+
+    def make() -> MachineEngine:
+        return MachineEngine(weights(), plan, 1, 192, chunk=192, prefill="triton", pages=pages)
+
+    tokens = prompt(10, 4)
+    whole, parts = make(), make()
+    every = whole.prefill(0, tokens, every=True)
+    parts.prefill(0, tokens[:6])
+    assert np.array_equal(parts.prefill(0, tokens[6:], 6), every[-1])
+    token = int(every[-1].argmax())
+    logits = [engine.step([token], [11], [SamplingParams()]).logits[0] for engine in (whole, parts)]
+    assert np.array_equal(*logits)
+    for pool in parts._prefill._prefill.pools.values():  # type: ignore[union-attr]
+        pool.fill_(float("nan"))  # all that is left is what the decode step's pages hold
+    following = [engine.prefill(0, [7, 8], 11) for engine in (whole, parts)]
+    assert np.array_equal(*following) and np.isfinite(following[0]).all()
