@@ -128,7 +128,9 @@ def serving(
     made = Service(worker, TOKENIZER, "nano", "fp_test", created=1, metrics=metrics, grammars=GRAMMARS, **settings)
     listener = listen("127.0.0.1", 0)
     ready = threading.Event()
-    config = uvicorn.Config(create_app(made, "1.2.3", api_key), log_level="warning", timeout_graceful_shutdown=2)
+    config = uvicorn.Config(
+        create_app(made, "1.2.3", api_key), log_level="warning", timeout_graceful_shutdown=2, timeout_keep_alive=60
+    )
     server = Server(config, ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     served = Served(f"http://127.0.0.1:{listener.getsockname()[1]}", made, replies)
