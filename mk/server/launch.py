@@ -13,6 +13,7 @@ from pathlib import Path
 import uvicorn
 
 from mk.config import Config, config_hash
+from mk.cuda_engine import CudaEngine
 from mk.engine.core import Core, Policy
 from mk.engine.worker import Worker
 from mk.engines import make_paged_engine
@@ -56,7 +57,9 @@ def build_service(config: Config, model: Model, progress: Callable[[int, int], N
         worker=worker,
         tokenizer=model.tokenizer,
         model_id=server.model_id or (Path(config.model.path).name if config.model.path else config.model.name),
-        fingerprint=fingerprint(config, model, getattr(engine, "build_hash", engine.name)),
+        fingerprint=fingerprint(
+            config, model, engine.runtime.build_hash if isinstance(engine, CudaEngine) else engine.name
+        ),
         context=server.context,
         max_waiting=server.max_waiting,
         created=int(time.time()),
