@@ -9,10 +9,10 @@ VENV := .venv/bin/python
 ASKED := $(if $(filter-out file undefined default,$(origin TORCH) $(origin PIP_ARGS)),--asked)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint sanitize clean
+.PHONY: help setup run serve test test-agents soak lint sanitize clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s%s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s%s\n", $$1, $$2}' Makefile
 	@echo
 	@echo "  ARGS='experiment=NAME ...' goes to run.py, ARGS='-k NAME' to pytest. run.py --help lists experiments."
 	@echo "  Another build of torch: TORCH='torch==...' PIP_ARGS='--extra-index-url ...'. Another Python: PYTHON=..."
@@ -25,8 +25,19 @@ setup:
 run: setup ## decode real text through the machine, and check it
 	@$(VENV) run.py $(ARGS)
 
+serve: setup ## an OpenAI server: make serve [port=8000] [model=nano, a folder or a hub id]
+	@$(VENV) run.py experiment=serve $(if $(port),server.port=$(port)) \
+	$(if $(model),$(if $(wildcard configs/model/$(model).yaml),model=$(model),model.path=$(model))) $(ARGS)
+
 test: setup ## all tests, on every core; those that need a GPU are skipped without one
 	@$(VENV) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+
+test-agents: setup ## OpenCode, from npm, against the server with a scripted model
+	@npm install --no-audit --no-fund --prefix build/agents opencode-ai@1.18.33
+	@$(VENV) -m pytest tests/test_agents.py -q $(ARGS)
+
+soak: setup ## 2,000 mixed requests against a server, a third of them broken off; make test runs a slice of it
+	@SOAK=10 $(VENV) -m pytest tests/test_soak.py -q --timeout 3600 $(ARGS)
 
 lint: setup ## ruff, and mypy on mk/
 	@$(VENV) -m ruff check .

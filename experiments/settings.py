@@ -162,3 +162,8 @@ class KernelCorrectness:
         for contexts in self.batches:
             check_contexts("experiment.batches", contexts)
         require_at_least("experiment.logit_std", self.logit_std, 3)
+
+
+@dataclass(slots=True)
+class Serve:
+    name: str  # what it serves, and how, is in the groups model, engine, prefill and server

@@ -181,16 +181,34 @@ class RingConfig:
 
 
 @dataclass(slots=True)
+class PrefixCacheConfig:
+    """Full blocks of 64 tokens that later requests share."""
+
+    enabled: bool
+    generated: bool  # also those with generated tokens, as decode wrote them
+
+
+@dataclass(slots=True)
 class EngineConfig:
-    """What executes the descriptors."""
+    """What executes the descriptors, and how a server shares it between requests."""
 
     name: str  # auto = cuda where there is a card and a built kernel, else interpreter
     numerics: str  # float32, or kernel: bf16 at the kernel's rounding points
     attention: AttentionConfig
     ring: RingConfig
+    prefill_policy: str  # pause: decode waits for a prompt; interleave: steps run between its chunks
+    steps_between_chunks: int  # interleave: how many
+    run_steps: int  # decode steps that are begun together while no request comes or ends
+    run_ahead: int  # of them, how many may be queued beyond the one whose tokens were read
+    prefix_cache: PrefixCacheConfig
+    script: str | None = None  # scripted: a JSON file, [{"when": ..., "say": ...}, ...]
 
     def __post_init__(self) -> None:
         require_one_of("engine.numerics", self.numerics, ("float32", "kernel"))
+        require_one_of("engine.prefill_policy", self.prefill_policy, ("pause", "interleave"))
+        for key in ("steps_between_chunks", "run_steps", "run_ahead"):
+            require_at_least(f"engine.{key}", getattr(self, key), 1)
+        check_optional("engine", self, ("script",) if self.name == "scripted" else ())
 
 
 @dataclass(slots=True)
@@ -209,14 +227,36 @@ class PrefillConfig:
 
 
 @dataclass(slots=True)
+class KVTokensConfig:
+    """Tokens that the pools of KV pages hold, all sequences and cached blocks together."""
+
+    full: int
+    sliding: int  # of the sliding layers, which keep a window of each sequence
+
+    def __post_init__(self) -> None:
+        for key in ("full", "sliding"):
+            require_at_least(f"server.kv_tokens.{key}", getattr(self, key), 64)
+
+
+@dataclass(slots=True)
 class ServerConfig:
-    """Where the server listens."""
+    """Where the server listens, and how much it takes on."""
 
     name: str
     host: str
     port: int
+    model_id: str | None  # what clients call the model; null: the folder's or the preset's name
+    slots: int  # requests that decode together
+    context: int  # tokens of a request, prompt and answer
+    kv_tokens: KVTokensConfig
+    max_waiting: int  # requests in the queue; more are turned away
+    deliver: int  # tokens that are sent at a time
+    drain_s: float  # how long a stopping server waits for answers to end
 
     def __post_init__(self) -> None:
+        for key in ("slots", "context", "max_waiting", "deliver"):
+            require_at_least(f"server.{key}", getattr(self, key), 1)
+        require_at_least("server.drain_s", self.drain_s, 0)
         if not 1 <= self.port <= 65535:
             raise MkError(f"server.port={self.port} must lie in 1..65535", hint="server.port=8000")
 

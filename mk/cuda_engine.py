@@ -6,7 +6,7 @@ Prompts are prefilled by Triton kernels into the kernel's own pages, or in PyTor
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +18,13 @@ from mk.interpreter import StepOutputs
 from mk.kv import KINDS, KVCache, PageAllocator, blocks_of, kv_layers, pages_for_contexts
 from mk.model.packing import PackedWeights
 from mk.programs import Plan, Programs, bucket_for
-from mk.runtime import Runtime
+from mk.runtime import Runtime, unpack_keys, unpack_values
 from mk.sampling import SamplingParams
 from mk.schedule.lower import Program
 from prefill.torch_prefill import TorchPrefill
 from prefill.triton_prefill import TritonPrefill
 
+NO_LOGITS = np.empty((0, 0), np.float32)
 AHEAD = 16  # steps that `CudaEngine.run` queues at a time
 
 
@@ -35,15 +36,28 @@ class HostPrefill:
         self._runtime = runtime
         self._prefill = TorchPrefill(weights, self.kv, "kernel", chunk)
 
-    def run(self, pages: PageAllocator, slot: int, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Logits after the last token, float32 [vocab]. Raises MkError as `TorchPrefill.run` does."""
-        logits = self._prefill.run(pages, slot, tokens)
+    def run(
+        self, pages: PageAllocator, slot: int, tokens: Sequence[int], start: int = 0, every: bool = False
+    ) -> npt.NDArray[np.float32]:
+        """As `TorchPrefill.run`."""
+        if start:
+            self._take_over(pages, slot)
+        logits = self._prefill.run(pages, slot, tokens, start, every)
         for kind, layers in ((kind, len(kv_layers(self.kv.geometry, kind))) for kind in KINDS):
             for page in pages.table[kind][slot]:
                 for index in range(layers if page >= 0 else 0):
                     k, v = (torch.from_numpy(self.kv.pools[kind][page, index, :, which]) for which in (0, 1))
                     self._runtime.write_pages(kind, int(page), index, k, v)
         return logits
+
+    def _take_over(self, pages: PageAllocator, slot: int) -> None:
+        """The slot's pages as they stand on the device: decode steps may have written to them since."""
+        for kind in KINDS:
+            held = pages.table[kind][slot]
+            held = held[held >= 0]
+            packed = self._runtime[f"pool_{kind}"][torch.from_numpy(held).long()].float().cpu()
+            self.kv.pools[kind][held, :, :, 0] = unpack_keys(packed[:, :, :, 0]).numpy()
+            self.kv.pools[kind][held, :, :, 1] = unpack_values(packed[:, :, :, 1]).numpy()
 
 
 class CudaEngine:
@@ -66,15 +80,17 @@ class CudaEngine:
         window_slots: int = 8,
         products: str | None = None,
         device: str = "cuda",
+        pages: Mapping[str, int] | None = None,
     ) -> None:
         """weights: on the CPU, where PyTorch's prefill reads them; the device gets its own copy. seed: orders pages.
 
-        products: packed or torch, of the prefill in Triton; None = the one in PyTorch. Raises MkError for a device, a
+        products: packed or torch, of the prefill in Triton; None = the one in PyTorch. pages: of each pool; None = as
+        many as `rows` contexts need. Raises MkError for a device, a
         library or a plan that does not fit.
         """
         self.geometry = g = weights.geometry
         self.rows, self.context = rows, context
-        counts = pages_for_contexts(g, rows, context, chunk, paged_chunk=products is not None, ahead=AHEAD)
+        counts = pages or pages_for_contexts(g, rows, context, chunk, paged_chunk=products is not None, ahead=AHEAD)
         self.pages = PageAllocator(g, counts, rows, blocks_of(context), seed)
         copy = PackedWeights(weights.slots.to(device), weights.norms.to(device), weights.layout, g)
         self.runtime = Runtime(library, copy, counts, blocks_of(context), context, window_slots)
@@ -90,33 +106,44 @@ class CudaEngine:
             self.runtime.stream.wait_stream(torch.cuda.current_stream())  # which clears its buffers
         self._sampled = [0] * rows
 
-    def prefill(self, row: int, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+    def prefill(
+        self, row: int, tokens: Sequence[int], start: int = 0, every: bool = False
+    ) -> npt.NDArray[np.float32]:
         with torch.cuda.stream(self.runtime.stream):  # in turn with steps, which read the same pages
-            return self._prefill.run(self.pages, row, tokens)
+            return self._prefill.run(self.pages, row, tokens, start, every)
 
     def step(
-        self, tokens: Sequence[int] | None, keys: Sequence[int], sampling: Sequence[SamplingParams]
+        self,
+        tokens: Sequence[int] | None,
+        keys: Sequence[int],
+        sampling: Sequence[SamplingParams],
+        details: bool = True,
     ) -> StepOutputs:
         launch = self._queue(tokens, keys, sampling, 1)[0]
-        out = self._outputs(keys, self.runtime.tokens_of(launch))
-        self._sampled = np.maximum(out.tokens, 0).tolist()
-        return out
+        found = self.runtime.tokens_of(launch)
+        self._sampled = np.maximum(found.tokens, 0).tolist()
+        return self._outputs(keys, found) if details else StepOutputs(found.tokens, found.status, NO_LOGITS)
 
     def run(
-        self, tokens: Sequence[int] | None, keys: Sequence[int], sampling: Sequence[SamplingParams], steps: int
-    ) -> Iterator[StepTokens]:
+        self,
+        tokens: Sequence[int] | None,
+        keys: Sequence[int],
+        sampling: Sequence[SamplingParams],
+        steps: int,
+        ahead: int = AHEAD,
+    ) -> Generator[StepTokens, None, None]:
         """Decode `steps` tokens in every active row, arguments as `step`'s; each step's as soon as they are sampled.
 
-        The device is always some steps ahead: a row that ends early has been decoded for nothing until the caller
-        closes the iterator, which waits for what is queued. Raises MkError as `step` does.
+        The device is always `ahead` steps or more ahead: a row that ends early has been decoded for nothing until the
+        caller closes the iterator, which waits for what is queued. Raises MkError as `step` does.
         """
         waiting: deque[int] = deque()
         queued = 0
         try:
             for _ in range(steps):
-                while queued < steps and len(waiting) <= AHEAD:
+                while queued < steps and len(waiting) <= ahead:
                     grown = [length + queued if length else 0 for length in keys]
-                    burst = min(AHEAD, steps - queued)
+                    burst = min(ahead, steps - queued)
                     waiting += self._queue(tokens, grown, sampling, burst, follows=queued > 0)
                     queued += burst
                 found = self.runtime.tokens_of(waiting.popleft())
@@ -128,6 +155,15 @@ class CudaEngine:
 
     def free(self, row: int) -> None:
         self.pages.free(row)
+
+    def copy_out(self, kind: str, pages: Sequence[int]) -> torch.Tensor:
+        with torch.cuda.stream(self.runtime.stream):
+            return self.runtime[f"pool_{kind}"][list(pages)].cpu()
+
+    def copy_in(self, kind: str, pages: Sequence[int], values: torch.Tensor) -> None:
+        with torch.cuda.stream(self.runtime.stream):
+            pool = self.runtime[f"pool_{kind}"]
+            pool[list(pages)] = values.to(pool.device)
 
     def _queue(
         self,

@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +19,11 @@ from mk.build import build, is_built
 from mk.config import Config
 from mk.cuda_engine import CudaEngine
 from mk.device import DeviceFacts
+from mk.engine.scripted import Replies, ScriptedEngine
 from mk.errors import MkError
+from mk.host_ring import StepTokens
 from mk.interpreter import Machine, StepInputs, StepOutputs
-from mk.kv import KVCache, blocks_of
+from mk.kv import KVCache, PageAllocator, blocks_of, pages_for_contexts
 from mk.model.geometry import SLOT_BYTES, Geometry
 from mk.model.opening import Model
 from mk.model.packing import PackedWeights
@@ -47,22 +50,59 @@ class Engine(Protocol):
     context: int
     program: Program | None
 
-    def prefill(self, row: int, tokens: Sequence[int]) -> Logits:
-        """Fill an empty slot with a prompt; logits after its last token, float32 [vocab]. Raises MkError."""
+    def prefill(self, row: int, tokens: Sequence[int], start: int = 0, every: bool = False) -> Logits:
+        """Take in tokens at positions start.. of a slot that holds the `start` tokens before them.
+
+        Returns the logits after the last one, float32 [vocab], or after `every` one, [tokens, vocab]. Raises MkError.
+        """
         ...
 
     def step(
-        self, tokens: Sequence[int] | None, keys: Sequence[int], sampling: Sequence[SamplingParams]
+        self,
+        tokens: Sequence[int] | None,
+        keys: Sequence[int],
+        sampling: Sequence[SamplingParams],
+        details: bool = True,
     ) -> StepOutputs:
         """Decode one token in every active row.
 
         tokens [rows]: what each row continues with; None = what the last step sampled. keys [rows]: context lengths
-        with that token, 0 = inactive row. Raises MkError.
+        with that token, 0 = inactive row. details: whether logits and experts are wanted besides tokens and status; an
+        engine to which they are no trouble gives them anyway. Raises MkError.
         """
         ...
 
     def free(self, row: int) -> None:
         """Give a slot's memory back; its next sequence starts empty."""
+        ...
+
+
+class PagedEngine(Engine, Protocol):
+    """An engine whose KV lies in pages: what continuous batching needs."""
+
+    pages: PageAllocator
+
+    def run(
+        self,
+        tokens: Sequence[int] | None,
+        keys: Sequence[int],
+        sampling: Sequence[SamplingParams],
+        steps: int,
+        ahead: int,
+    ) -> Generator[StepTokens, None, None]:
+        """Decode `steps` tokens in every active row, arguments as `step`'s; each step's as soon as they are there.
+
+        The engine may be up to twice `ahead` steps further than what it has given; closing the iterator waits for
+        them, and what they wrote lies behind what has been given. Pages for all steps must be had.
+        """
+        ...
+
+    def copy_out(self, kind: str, pages: Sequence[int]) -> Any:
+        """What some physical pages hold, in host memory."""
+        ...
+
+    def copy_in(self, kind: str, pages: Sequence[int], values: Any) -> None:
+        """Fill as many pages with what `copy_out` gave, bit for bit."""
         ...
 
 
@@ -82,11 +122,16 @@ class MachineEngine:
         seed: int = 0,
         router: Router | None = None,
         prefill: str = "torch",
+        pages: Mapping[str, int] | None = None,
     ) -> None:
-        """`seed` orders both the interleaving of the SMs and the pages handed out. prefill: torch, triton."""
+        """`seed` orders both the interleaving of the SMs and the pages handed out. prefill: torch, triton.
+
+        pages: of each pool; None = as many as `rows` contexts need.
+        """
         self.geometry = g = weights.geometry
         self.rows, self.context = rows, context
-        self.kv = KVCache.for_contexts(g, rows, context, chunk, paged_chunk=prefill == "triton")
+        pages = pages or pages_for_contexts(g, rows, context, chunk, paged_chunk=prefill == "triton")
+        self.kv = KVCache(g, pages["full"], pages["sliding"])
         self.pages = self.kv.allocator(rows, blocks_of(context), seed)
         self.machine = Machine(weights, self.kv, numerics, seed, router)
         self.programs = Programs(g, rows, plan)
@@ -98,11 +143,15 @@ class MachineEngine:
         else:
             self._prefill = TorchPrefill(weights, self.kv, numerics, chunk)
 
-    def prefill(self, row: int, tokens: Sequence[int]) -> Logits:
-        return self._prefill.run(self.pages, row, tokens)
+    def prefill(self, row: int, tokens: Sequence[int], start: int = 0, every: bool = False) -> Logits:
+        return self._prefill.run(self.pages, row, tokens, start, every)
 
     def step(
-        self, tokens: Sequence[int] | None, keys: Sequence[int], sampling: Sequence[SamplingParams]
+        self,
+        tokens: Sequence[int] | None,
+        keys: Sequence[int],
+        sampling: Sequence[SamplingParams],
+        details: bool = True,
     ) -> StepOutputs:
         self._fit(max(keys), any(not params.greedy for params in sampling))
         self.pages.advance(keys)
@@ -112,8 +161,27 @@ class MachineEngine:
             self.program = None  # its counters stand somewhere in the middle of a step
             raise
 
+    def run(
+        self,
+        tokens: Sequence[int] | None,
+        keys: Sequence[int],
+        sampling: Sequence[SamplingParams],
+        steps: int,
+        ahead: int,
+    ) -> Generator[StepTokens, None, None]:
+        for done in range(steps):
+            grown = [length + done if length else 0 for length in keys]
+            out = self.step(None if done else tokens, grown, sampling)
+            yield StepTokens(out.tokens, out.status)
+
     def free(self, row: int) -> None:
         self.pages.free(row)
+
+    def copy_out(self, kind: str, pages: Sequence[int]) -> npt.NDArray[np.float32]:
+        return self.kv.pools[kind][list(pages)]
+
+    def copy_in(self, kind: str, pages: Sequence[int], values: npt.NDArray[np.float32]) -> None:
+        self.kv.pools[kind][list(pages)] = values
 
     def _fit(self, longest: int, draws: bool) -> None:
         """Change to a program that fits. Loading clears the counters, fed-back tokens stay."""
@@ -139,13 +207,19 @@ class ReferenceEngine:
         self._sampled: list[int] = []
         self._steps = 0
 
-    def prefill(self, row: int, tokens: Sequence[int]) -> Logits:
+    def prefill(self, row: int, tokens: Sequence[int], start: int = 0, every: bool = False) -> Logits:
         if not tokens:
             raise MkError("prefill: the prompt has no tokens")
+        if every:
+            return np.stack([self._forward(row, [token]) for token in tokens])
         return self._forward(row, tokens)
 
     def step(
-        self, tokens: Sequence[int] | None, keys: Sequence[int], sampling: Sequence[SamplingParams]
+        self,
+        tokens: Sequence[int] | None,
+        keys: Sequence[int],
+        sampling: Sequence[SamplingParams],
+        details: bool = True,
     ) -> StepOutputs:
         g, tokens = self.geometry, self._sampled if tokens is None else tokens
         active = np.array(keys) > 0
@@ -245,23 +319,41 @@ def make_engine(
 
     `progress` is told (matrices packed, in all) where weights have to be packed first.
     """
-    require_engine(config, rows)
     name = engine_name(config, model.geometry, rows)
-    if context > model.geometry.max_positions:
-        raise MkError(
-            f"a context of {context} tokens exceeds the model's max_positions={model.geometry.max_positions}",
-            hint="shorten the prompt, or decode fewer tokens",
-        )
-    if name == "cuda":
-        return _cuda_engine(config, model, rows, context, progress)
-    router = make_router(config.routing, model.geometry, rows)
     if name == "reference":
+        _check(config, model, rows, context)
         if config.engine.numerics != "float32":
             raise MkError(
                 f"engine=reference computes in float32, not engine.numerics={config.engine.numerics}",
                 hint="engine=interpreter has both",
             )
-        return ReferenceEngine(model.source, rows, context, router)
+        return ReferenceEngine(model.source, rows, context, make_router(config.routing, model.geometry, rows))
+    if name == "scripted":
+        raise MkError("engine=scripted has no model to decode with", hint="it is for experiment=serve")
+    return make_paged_engine(config, model, rows, context, None, progress)
+
+
+def make_paged_engine(
+    config: Config,
+    model: Model,
+    rows: int,
+    context: int,
+    pages: Mapping[str, int] | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> PagedEngine:
+    """As `make_engine`, of the engines that page their KV. pages: of each pool; None = as many as `rows` contexts need.
+
+    The scripted engine needs to be told.
+    """
+    _check(config, model, rows, context)
+    name = engine_name(config, model.geometry, rows)
+    if name == "cuda":
+        return _cuda_engine(config, model, rows, context, pages, progress)
+    if name == "scripted" and pages is not None:
+        script = Replies.from_file(model.tokenizer, Path(config.engine.script or ""))
+        return ScriptedEngine(model.geometry, script, rows, context, pages)
+    if name != "interpreter":
+        raise MkError(f"engine={name} has no paged KV", hint="engine=interpreter")
     return MachineEngine(
         model.packed(progress),
         Plan.from_config(config),
@@ -270,13 +362,28 @@ def make_engine(
         config.engine.numerics,
         config.prefill.chunk,
         config.gpu.interleaving_seed or 0,
-        router,
+        make_router(config.routing, model.geometry, rows),
         config.prefill.name,
+        pages,
     )
 
 
+def _check(config: Config, model: Model, rows: int, context: int) -> None:
+    require_engine(config, rows)
+    if context > model.geometry.max_positions:
+        raise MkError(
+            f"a context of {context} tokens exceeds the model's max_positions={model.geometry.max_positions}",
+            hint="shorten the prompt, or decode fewer tokens",
+        )
+
+
 def _cuda_engine(
-    config: Config, model: Model, rows: int, context: int, progress: Callable[[int, int], None] | None
+    config: Config,
+    model: Model,
+    rows: int,
+    context: int,
+    pages: Mapping[str, int] | None,
+    progress: Callable[[int, int], None] | None,
 ) -> CudaEngine:
     """Virtual SMs are for the interpreter: without a card in the gpu group, the plan takes all of this one's."""
     plan = Plan.from_config(config)
@@ -293,4 +400,5 @@ def _cuda_engine(
         config.prefill.chunk,
         window_slots=window,
         products=config.prefill.products,
+        pages=pages,
     )

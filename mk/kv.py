@@ -6,7 +6,8 @@ its window. A page holds 64 tokens of every layer and KV head of its kind, so on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -77,12 +78,17 @@ class PageTable:
         return {kind: blocks[list(slots)] for kind, blocks in self.table.items()}
 
 
+class OutOfPages(MkError):
+    """A reservation that the free pages do not cover."""
+
+
 @dataclass
 class PageAllocator:
-    """Hands pages of both kinds to the slots of a `PageTable`.
+    """Hands pages of both kinds to the slots of a `PageTable`. A page may have several holders: slots, and a cache.
 
     pages: pages of each pool, by kind. seed: free pages are handed out in a seeded random order, so that nothing may
-    lean on neighbouring blocks having neighbouring pages; None = ascending.
+    lean on neighbouring blocks having neighbouring pages; None = ascending. evict(kind, n): asked to let go of n pages
+    before a reservation fails.
     """
 
     geometry: Geometry
@@ -90,8 +96,11 @@ class PageAllocator:
     slots: int
     max_blocks: int
     seed: int | None = None
+    evict: Callable[[str, int], None] | None = None
     table: PageTable = field(init=False)
     free_pages: dict[str, list[int]] = field(init=False)
+    holders: dict[str, Blocks] = field(init=False)  # how many hold each page
+    _window_kept: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.table = PageTable(self.slots, self.max_blocks)
@@ -101,13 +110,14 @@ class PageAllocator:
             if self.seed is not None:
                 np.random.default_rng((self.seed, KINDS.index(kind))).shuffle(order)
             self.free_pages[kind] = order[::-1].tolist()  # popped from the end
+        self.holders = {kind: np.zeros(self.pages[kind], np.int32) for kind in KINDS}
         self._end = {kind: [0] * self.slots for kind in KINDS}  # blocks that were ever given to the slot
 
     def reserve(self, slot: int, keys: int, since: int | None = None) -> None:
         """Room for the first `keys` tokens of a slot's sequence.
 
         A sliding layer gets no page for blocks that no query at position `since` (by default the last token) or later
-        can see. All or nothing: raises MkError naming the slot, what it needs and what is free, with the table
+        can see. All or nothing: raises OutOfPages naming the slot, what it needs and what is free, with the table
         unchanged.
         """
         end = blocks_of(keys)
@@ -120,15 +130,19 @@ class PageAllocator:
             window = self.geometry.window_keys if kind == "sliding" else None
             seen = first_visible(keys if since is None else since + 1, window) // PAGE
             wanted[kind] = range(max(self._end[kind][slot], seen), end)
+            if len(wanted[kind]) > len(self.free_pages[kind]) and self.evict is not None:
+                self.evict(kind, len(wanted[kind]) - len(self.free_pages[kind]))
             free = len(self.free_pages[kind])
             if len(wanted[kind]) > free:
-                raise MkError(
+                raise OutOfPages(
                     f"slot {slot}: {keys} keys need {len(wanted[kind])} more {kind} pages, {free} are free",
                     hint="finish or shorten a sequence, or give the KV cache more pages",
                 )
         for kind, blocks in wanted.items():
             for block in blocks:
-                self.table[kind][slot, block] = self.free_pages[kind].pop()
+                page = self.free_pages[kind].pop()
+                self.table[kind][slot, block] = page
+                self.holders[kind][page] = 1
             self._end[kind][slot] = max(self._end[kind][slot], end)
 
     def release_window(self, slot: int, keys: int, window: int | None = None) -> int:
@@ -136,6 +150,8 @@ class PageAllocator:
 
         window: keys visible including the query's own, the geometry's by default.
         """
+        if self._window_kept:
+            return 0
         visible = first_visible(keys + 1, self.geometry.window_keys if window is None else window)
         return self._release(slot, "sliding", visible // PAGE)
 
@@ -149,6 +165,46 @@ class PageAllocator:
                 self.release_window(slot, length - 1)
                 self.reserve(slot, length)
 
+    @contextlib.contextmanager
+    def window_kept(self) -> Iterator[None]:
+        """Inside, nothing leaves a window: steps are under way that may be gone back on."""
+        self._window_kept = True
+        try:
+            yield
+        finally:
+            self._window_kept = False
+
+    def adopt(self, slot: int, blocks: int, pages: Mapping[str, Mapping[int, int]]) -> None:
+        """Begin an empty slot with `blocks` blocks that others hold too: kind -> block -> page.
+
+        They are full, so the slot never writes to them. A sliding block that no later query sees may be left out.
+        """
+        for kind, shared in pages.items():
+            for block, page in shared.items():
+                self.hold(kind, page)
+                self.table[kind][slot, block] = page
+        for kind in KINDS:
+            self._end[kind][slot] = blocks
+
+    def hold(self, kind: str, page: int) -> None:
+        """One holder more of a page that somebody holds."""
+        self.holders[kind][page] += 1
+
+    def drop(self, kind: str, page: int) -> bool:
+        """One holder less; whether the page is free now."""
+        self.holders[kind][page] -= 1
+        if self.holders[kind][page]:
+            return False
+        self.free_pages[kind].append(page)
+        return True
+
+    def move(self, slot: int, to: int) -> None:
+        """Give a slot's pages to another, empty one."""
+        for kind in KINDS:
+            self.table[kind][to] = self.table[kind][slot]
+            self.table[kind][slot] = ABSENT
+            self._end[kind][to], self._end[kind][slot] = self._end[kind][slot], 0
+
     def free(self, slot: int) -> None:
         """Give back every page of a slot; its next sequence starts empty."""
         for kind in KINDS:
@@ -158,7 +214,8 @@ class PageAllocator:
     def _release(self, slot: int, kind: str, blocks: int) -> int:
         held = self.table[kind][slot, :blocks]
         pages = held[held != ABSENT].tolist()
-        self.free_pages[kind] += pages
+        for page in pages:
+            self.drop(kind, page)
         held[:] = ABSENT
         return len(pages)
 

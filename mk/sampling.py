@@ -92,17 +92,24 @@ def candidates(logits: Floats, params: SamplingParams) -> Mask:
     return keep
 
 
-def sample_row(logits: Floats, params: SamplingParams, position: int) -> int:
+def sample_row(
+    logits: Floats, params: SamplingParams, position: int, allowed: Mask | None = None, min_p: float = 0.0
+) -> int:
     """The token at `position` of one sequence, given its logits float32 [vocab]; ties go to the lower id.
 
-    position: index of the new token, that is the context length before it. Returns `NO_TOKEN` when any logit is NaN or
-    infinite: the caller reports the row's status.
+    position: index of the new token, that is the context length before it. allowed: bool [vocab], tokens that may be
+    drawn at all; None = every one. min_p: of what the cuts leave, tokens at least that likely compared with the
+    likeliest; 0 = off. Returns `NO_TOKEN` when any logit is NaN or infinite, or nothing is allowed: the caller reports
+    the row's status.
     """
-    if not np.isfinite(logits).all():
+    if not np.isfinite(logits).all() or (allowed is not None and not allowed.any()):
         return NO_TOKEN
+    ids = np.arange(len(logits)) if allowed is None else np.flatnonzero(allowed)
+    logits = logits if allowed is None else logits[ids]
     if params.greedy:
-        return int(np.argmax(logits))
-    ids = np.arange(len(logits))
-    if params.cuts(len(logits)):
-        ids = np.flatnonzero(candidates(logits, params))
-    return int(ids[np.argmax(noisy_scores(logits[ids], ids, params, position))])
+        return int(ids[np.argmax(logits)])
+    keep = candidates(logits, params) if params.cuts(len(logits)) else np.ones(len(logits), bool)
+    if min_p > 0:
+        keep &= logits.astype(np.float64) >= float(logits.max()) + params.temperature * math.log(min_p)
+    ids, logits = ids[keep], logits[keep]
+    return int(ids[np.argmax(noisy_scores(logits, ids, params, position))])

@@ -11,7 +11,7 @@ import torch
 from mk.errors import MkError
 from mk.kv import KINDS, KVCache, PageAllocator, kv_layers
 from mk.model.packing import PackedWeights
-from mk.runtime import unpack_keys, unpack_values
+from mk.runtime import pack_keys, pack_values, unpack_keys, unpack_values
 from mk.step_params import KV_BLOCK
 from prefill.kernels import interpreted
 from prefill.triton_prefill import TritonPrefill
@@ -43,9 +43,13 @@ class InterpretedPrefill:
         }
         self._prefill = TritonPrefill(weights, pools, positions, min(chunk, positions))
 
-    def run(self, pages: PageAllocator, slot: int, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Logits after the last token of a prompt for an empty slot, float32 [vocab]. Raises MkError."""
-        logits = self._prefill.run(pages, slot, tokens)
+    def run(
+        self, pages: PageAllocator, slot: int, tokens: Sequence[int], start: int = 0, every: bool = False
+    ) -> npt.NDArray[np.float32]:
+        """As `TritonPrefill.run`. Raises MkError."""
+        if start:
+            self._take_over(pages, slot)
+        logits = self._prefill.run(pages, slot, tokens, start, every)
         for kind, pool in self._prefill.pools.items():
             held = pages.table[kind][slot]
             held = held[held >= 0]
@@ -53,3 +57,12 @@ class InterpretedPrefill:
             self.kv.pools[kind][held, :, :, 0] = unpack_keys(packed[:, :, :, 0]).numpy()
             self.kv.pools[kind][held, :, :, 1] = unpack_values(packed[:, :, :, 1]).numpy()
         return logits
+
+    def _take_over(self, pages: PageAllocator, slot: int) -> None:
+        """The slot's pages as they stand: decode steps may have written to them since they were prefilled."""
+        for kind, pool in self._prefill.pools.items():
+            held = pages.table[kind][slot]
+            held = held[held >= 0]
+            values = torch.from_numpy(self.kv.pools[kind][held])
+            packed = torch.stack([pack_keys(values[:, :, :, 0]), pack_values(values[:, :, :, 1])], dim=3)
+            pool[torch.from_numpy(held).long()] = packed.to(pool.dtype)

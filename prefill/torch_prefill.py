@@ -76,23 +76,28 @@ class TorchPrefill:
         self._weights = _Unpacked(weights)
 
     @torch.no_grad()
-    def run(self, pages: PageAllocator, slot: int, tokens: Sequence[int], start: int = 0) -> npt.NDArray[np.float32]:
+    def run(
+        self, pages: PageAllocator, slot: int, tokens: Sequence[int], start: int = 0, every: bool = False
+    ) -> npt.NDArray[np.float32]:
         """Prefill `tokens` at positions start.. of a slot that holds the `start` tokens before them.
 
         Pages are reserved chunk by chunk, and given back as they leave the window, so a long prompt never needs more
-        than its window and a chunk of sliding pages. Returns the logits after the last token, float32 [vocab].
+        than its window and a chunk of sliding pages. Returns the logits after the last token, float32 [vocab], or
+        after `every` token, [tokens, vocab].
         Raises MkError for no tokens, a token outside the vocabulary, positions past the model's, or too few pages.
         """
         end = start + len(tokens)
         self._check(tokens, end)
-        last = torch.zeros(self.geometry.hidden)
+        found = []
         with threads_for(self._weights.nbytes):
             for lo in range(start, end, self.chunk):
                 hi = min(end, lo + self.chunk)
                 pages.reserve(slot, hi)
-                last = self._chunk(pages, slot, tokens[lo - start : hi - start], lo)
+                x = self._chunk(pages, slot, tokens[lo - start : hi - start], lo)
                 pages.release_window(slot, hi)
-            return self._logits(last)
+                if every:
+                    found += [self._logits(row) for row in x]
+            return np.stack(found) if every else self._logits(x[-1])
 
     def _check(self, tokens: Sequence[int], end: int) -> None:
         g = self.geometry
@@ -104,7 +109,7 @@ class TorchPrefill:
             raise MkError(f"prefill: the prompt needs {end} positions, the model has max_positions={g.max_positions}")
 
     def _chunk(self, pages: PageAllocator, slot: int, tokens: Sequence[int], start: int) -> Tensor:
-        """Run all layers over one chunk; returns the last token's residual [hidden]."""
+        """Run all layers over one chunk; returns its tokens' residuals [tokens, hidden]."""
         end = start + len(tokens)
         tiles = [_Tile(at, max(at, start), min(at + TILE, end)) for at in range(start // TILE * TILE, end, TILE)]
         x = [torch.zeros(TILE, self.geometry.hidden) for _ in tiles]
@@ -118,7 +123,7 @@ class TorchPrefill:
             dense = self.geometry.mlp_kinds[layer] == "dense"
             ffn = self._dense(layer, h) if dense else self._experts(layer, h, tiles)
             x = [self.round(r + (a + f)) for r, a, f in zip(x, attention, ffn, strict=True)]
-        return x[-1][tiles[-1].rows][-1]
+        return torch.cat([residual[tile.rows] for tile, residual in zip(tiles, x, strict=True)])
 
     def _normed(self, x: Tensor, weight: Tensor) -> _Normed:
         """RMSNorm as the kernel splits it: the weight now, 1/rms after the products."""

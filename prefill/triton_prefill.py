@@ -62,9 +62,12 @@ class TritonPrefill:
         cos, sin = (t.to(self._dtype).to(self.device) for t in rope_table(self.geometry, torch.arange(positions)))
         self.rope = (cos.contiguous(), sin.contiguous())
 
-    def run(self, pages: PageAllocator, slot: int, tokens: Sequence[int], start: int = 0) -> np.ndarray:
-        """One prompt; float32 [vocab], the logits after its last token."""
-        return self.forward(pages, [Prompt(slot, tokens, start)]).cpu().numpy()[0]
+    def run(
+        self, pages: PageAllocator, slot: int, tokens: Sequence[int], start: int = 0, every: bool = False
+    ) -> np.ndarray:
+        """One prompt; float32 [vocab], the logits after its last token, or [tokens, vocab] after `every` one."""
+        logits = self.forward(pages, [Prompt(slot, tokens, start)], every=every).cpu().numpy()
+        return logits if every else logits[0]
 
     @torch.no_grad()
     def forward(
@@ -73,8 +76,11 @@ class TritonPrefill:
         prompts: Sequence[Prompt],
         expert_ids: Tensor | None = None,
         taken: Tensor | None = None,
+        every: bool = False,
     ) -> Tensor:
         """Prefill prompts of different slots; the logits after the last token of each, float32 [prompts, vocab].
+
+        every: after each token instead, float32 [tokens of all prompts, vocab].
 
         Pages are reserved chunk by chunk and given back as they leave the window. Launches are queued on the current
         stream, nothing waits for them. expert_ids int32 [layers, tokens of all prompts, top_k] replaces the router's
@@ -82,7 +88,8 @@ class TritonPrefill:
         positions past the model's, two prompts of one slot, or too few pages.
         """
         self._check(prompts)
-        logits = torch.empty(len(prompts), self.geometry.vocab, dtype=torch.float32, device=self.device)
+        wanted = sum(len(prompt.tokens) for prompt in prompts) if every else len(prompts)
+        logits = torch.empty(wanted, self.geometry.vocab, dtype=torch.float32, device=self.device)
         done = 0
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             for pieces in cut(prompts, self.chunk):
@@ -90,7 +97,11 @@ class TritonPrefill:
                     pages.reserve(piece.slot, piece.hi, since=piece.lo)
                 rows = slice(done, done + sum(piece.hi - piece.lo for piece in pieces))
                 forced = None if expert_ids is None else expert_ids[:, rows].contiguous()
-                self._chunk(pages, prompts, pieces, forced, None if taken is None else taken[:, rows], logits)
+                self._chunk(pages, prompts, pieces, forced, None if taken is None else taken[:, rows])
+                if every:
+                    logits[rows] = self.launch.head(torch.arange(rows.stop - done, device=self.device))
+                else:
+                    self._close(pieces, logits)
                 for piece in pieces:
                     pages.release_window(piece.slot, piece.hi)
                 done = rows.stop
@@ -116,7 +127,6 @@ class TritonPrefill:
         pieces: list[Piece],
         forced: Tensor | None,
         taken: Tensor | None,
-        logits: Tensor,
     ) -> None:
         """All layers over one chunk, whose pages are there."""
         g, launch = self.geometry, self.launch
@@ -142,11 +152,14 @@ class TritonPrefill:
                 launch.up(layer)
                 launch.down(layer)
             launch.residual(layer)
+
+    def _close(self, pieces: list[Piece], logits: Tensor) -> None:
+        """The logits of the prompts that end in the chunk."""
         ends = np.cumsum([piece.hi - piece.lo for piece in pieces]) - 1
         closing = [i for i, piece in enumerate(pieces) if piece.last]
         if closing:
             rows = self._put(ends[closing].astype(np.int64))
-            logits[[pieces[i].prompt for i in closing]] = launch.head(rows)
+            logits[[pieces[i].prompt for i in closing]] = self.launch.head(rows)
 
     def _put(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)

@@ -20,6 +20,7 @@ COMPANIONS = {
     "routing=correlated": ["routing.distinct=4"],
     "wave_order=custom": ["wave_order.waves=[router,qkv]"],
     "routing=replay": ["routing.path=trace.pt"],
+    "engine=scripted": ["engine.script=replies.json"],
 }
 EVERY_OPTION = [(group, option) for group in GROUPS for option in group_options(group)]
 

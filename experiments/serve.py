@@ -1,0 +1,80 @@
+"""Serve a model to OpenAI's clients: `make serve [port= model=]`; --cfg job shows what can be set.
+
+Prints where it listens once it does. Ctrl-C lets running answers end, a second one does not wait; so does SIGTERM.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import uvicorn
+
+from experiments.console import progress
+from mk.config import Config
+from mk.engines import require_engine
+from mk.model.opening import open_model
+from mk.model.packing import WeightLayout
+from mk.server.app import create_app
+from mk.server.generation import Service
+from mk.server.launch import Server, api_key, build_service, listen, version
+
+
+def main(cfg: Config) -> int:
+    """Exit status: 0 after an orderly end."""
+    require_engine(cfg, cfg.server.slots)
+    listener = listen(cfg.server.host, cfg.server.port)  # before minutes of loading
+    with tempfile.TemporaryDirectory(prefix="mk-") as scratch, listener:
+        model = open_model(cfg.model, cfg.weights, Path(scratch))
+        with progress("pack weights", len(WeightLayout(model.geometry).entries())) as done:
+            service = build_service(cfg, model, lambda packed, _: done(packed))
+        app = create_app(service, version(), api_key())
+        settings = uvicorn.Config(
+            app,
+            log_level="warning",
+            timeout_graceful_shutdown=int(cfg.server.drain_s),
+            timeout_keep_alive=30,
+            server_header=False,
+        )
+        server = Server(settings, lambda: print(welcome(cfg, service), flush=True))
+        server.run(sockets=[listener])
+    return 0
+
+
+def welcome(cfg: Config, service: Service) -> str:
+    """What to paste where."""
+    url = f"http://{cfg.server.host}:{cfg.server.port}"
+    body = {"model": service.model_id, "messages": [{"role": "user", "content": "Write hello world in Python."}]}
+    key = " -H 'Authorization: Bearer '$MK_API_KEY" if api_key() else ""
+    lines = [
+        f"serving {service.model_id} at {url}/v1",
+        f"context {service.context} tokens, {cfg.server.slots} requests at a time, "
+        f"engine {service.worker.core.engine.name}, weights: {cfg.weights.name}",
+        "",
+        f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
+        "",
+        "opencode.json:",
+        json.dumps(opencode(url, service), indent=2),
+    ]
+    if cfg.model.preset == "nano" and cfg.model.path is None:
+        lines += ["", "nano is a toy: it shows agents that the protocol works, and writes no program worth running."]
+    return "\n".join(lines)
+
+
+def opencode(url: str, service: Service) -> dict[str, object]:
+    """OpenCode's configuration for this server."""
+    limit = {"context": service.context, "output": service.context // 4}
+    model = {"name": service.model_id, "reasoning": True, "tool_call": True, "limit": limit}
+    options = {"baseURL": f"{url}/v1", "apiKey": "{env:MK_API_KEY}" if api_key() else "none"}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "mini-mk",
+        "options": options,
+        "models": {service.model_id: model},
+    }
+    return {
+        "$schema": "https://opencode.ai/config.json",
+        "provider": {"mini-mk": provider},
+        "model": f"mini-mk/{service.model_id}",
+    }

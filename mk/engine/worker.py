@@ -1,0 +1,123 @@
+"""The thread that runs the core: it computes while there is something to compute, else sleeps on a condition."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mk.engine.core import Core
+from mk.engine.request import Request
+from mk.errors import MkError
+from mk.kv import KINDS
+
+log = logging.getLogger("mk.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Gauges and totals between two ticks."""
+
+    running: int
+    waiting: int
+    pages_in_use: dict[str, int]
+    pages: dict[str, int]
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    steps: int
+    preemptions: int
+    finished: dict[str, int]
+
+
+class Worker:
+    """Runs a core on a thread of its own. All methods may be called from any thread."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.failed: str | None = None  # why the engine is out of order
+        self._inbox: list[Callable[[], None]] = []
+        self._wake = threading.Condition()
+        self._stopping = False
+        core.interrupted = lambda: bool(self._inbox) or self._stopping
+        self._thread = threading.Thread(target=self._run, name="mk-engine", daemon=True)
+        self.snapshot = self._snapshot()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End every request, and the thread after the step it is in."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def submit(self, *requests: Request) -> None:
+        """Queue requests, neighbours in order of arrival. One that cannot be served is told so through its sink.
+
+        Raises MkError when the engine is out of order or shutting down.
+        """
+        with self._wake:
+            if self.failed or self._stopping:
+                raise MkError(self.failed or "the server is shutting down")
+            self._inbox.append(lambda: self._take_in(requests))
+            self._wake.notify()
+
+    def cancel(self, request: Request) -> None:
+        """End a request after the step it is in; its sink hears of it, unless it has finished meanwhile."""
+        with self._wake:
+            self._inbox.append(lambda: self.core.cancel(request))
+            self._wake.notify()
+
+    def _take_in(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            try:
+                self.core.submit(request)
+            except MkError as error:
+                self.core.refuse(request, str(error))
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._inbox or self._stopping or self.core.busy):
+                    self._wake.wait()
+                inbox, self._inbox = self._inbox, []
+                stopping = self._stopping
+            for action in inbox:
+                action()
+            if stopping:
+                self.core.fail_all("the server is shutting down")
+                self.snapshot = self._snapshot()
+                return
+            try:
+                self.core.tick()
+            except Exception as error:  # whatever it is, requests must hear of it
+                log.exception("the engine failed")
+                self._fail(error)
+            self.snapshot = self._snapshot()
+
+    def _fail(self, error: Exception) -> None:
+        """Requests in flight end with an error. A step that the engine gave up leaves it usable, a defect does not."""
+        self.core.fail_all(f"the engine failed: {error}")
+        if not isinstance(error, MkError):
+            with self._wake:
+                self.failed = f"the engine is out of order: {type(error).__name__}: {error}"
+
+    def _snapshot(self) -> Snapshot:
+        core, totals = self.core, self.core.totals
+        return Snapshot(
+            len(core.running),
+            len(core.waiting),
+            {kind: core.pages_in_use(kind) for kind in KINDS},
+            dict(core.pages.pages),
+            totals.prompt_tokens,
+            totals.cached_tokens,
+            totals.generated_tokens,
+            totals.steps,
+            totals.preemptions,
+            dict(Counter(totals.finished)),
+        )

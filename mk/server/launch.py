@@ -1,0 +1,130 @@
+"""From a configuration to a server that answers: engine, core, worker, service; and uvicorn around them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+
+from mk.config import Config, config_hash
+from mk.cuda_engine import CudaEngine
+from mk.engine.core import Core, Policy
+from mk.engine.worker import Worker
+from mk.engines import make_paged_engine
+from mk.errors import MkError
+from mk.kv import blocks_of
+from mk.model.opening import Model
+from mk.model.tokenizer import Tokenizer
+from mk.server.generation import Service
+from mk.server.grammar import Grammars
+from mk.server.metrics import Metrics
+
+API_KEY = "MK_API_KEY"  # the environment's: a key on a command line is everybody's to read
+_SAMPLED = 1 << 20  # bytes of each weight file that the fingerprint reads
+
+
+def build_service(config: Config, model: Model, progress: Callable[[int, int], None] | None = None) -> Service:
+    """The engine, and what the endpoints need of it. Raises MkError for a model or an engine that cannot serve.
+
+    progress: as of `make_engine`.
+    """
+    server, engine_config, prefix = config.server, config.engine, config.engine.prefix_cache
+    if server.context > model.geometry.max_positions:
+        raise MkError(
+            f"server.context={server.context} exceeds the model's {model.geometry.max_positions} positions",
+            hint=f"server.context={model.geometry.max_positions}",
+        )
+    pages = {"full": blocks_of(server.kv_tokens.full), "sliding": blocks_of(server.kv_tokens.sliding)}
+    engine = make_paged_engine(config, model, server.slots, server.context, pages, progress)
+    policy = Policy(
+        chunk=config.prefill.chunk,
+        prefill=engine_config.prefill_policy,
+        steps_between=engine_config.steps_between_chunks,
+        cache=prefix.enabled,
+        cache_generated=prefix.enabled and prefix.generated,
+        deliver=server.deliver,
+        run=engine_config.run_steps,
+        ahead=engine_config.run_ahead,
+    )
+    worker = Worker(Core(engine, model.tokenizer.eos, policy))
+    return Service(
+        worker=worker,
+        tokenizer=model.tokenizer,
+        model_id=server.model_id or (Path(config.model.path).name if config.model.path else config.model.name),
+        fingerprint=fingerprint(
+            config, model, engine.runtime.build_hash if isinstance(engine, CudaEngine) else engine.name
+        ),
+        context=server.context,
+        max_waiting=server.max_waiting,
+        created=int(time.time()),
+        metrics=Metrics(worker),
+        grammars=Grammars(model.tokenizer),
+        defaults=sampling_defaults(model.tokenizer),
+    )
+
+
+def sampling_defaults(tokenizer: Tokenizer) -> dict[str, float | int]:
+    """What generation_config.json says about sampling, under the names of request fields."""
+    given = tokenizer.generation
+    defaults: dict[str, float | int] = {
+        key: given[key] for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty") if key in given
+    }
+    if given.get("do_sample") is False:
+        defaults["temperature"] = 0.0
+    return defaults
+
+
+def fingerprint(config: Config, model: Model, library: str) -> str:
+    """What answers depend on besides the request: configuration (the schedule is part of it), weights and library.
+
+    Weights are known by their label and their files' names, sizes and beginnings, which hold every tensor's place.
+    """
+    digest = hashlib.sha256(f"{config_hash(config)} {model.weights_label} {library}".encode())
+    for path in sorted(model.folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {path.stat().st_size}".encode() + file.read(_SAMPLED))
+    return f"fp_{digest.hexdigest()[:16]}"
+
+
+def version() -> str:
+    try:
+        return importlib.metadata.version("mini-mk")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that nobody installed
+        return "0"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises MkError for an address that is taken or not this machine's."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        taken = f"{host}:{port} cannot be listened on ({error.strerror})"
+        raise MkError(taken, hint=f"server.port={port % 65535 + 1}, or stop what uses it") from error
+    return listener
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which says when it is ready. The first interrupt lets answers end, the second does not."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+
+def api_key() -> str | None:
+    return os.environ.get(API_KEY) or None

@@ -1,0 +1,209 @@
+"""Requests whose client has gone, leaks, concurrency, keys, the end of the server: faults that other servers had."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server_rig import CONTEXT, Served, chat, refused, serving, thought
+
+CHAT = "/v1/chat/completions"
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving() as running:
+        yield running
+        running.assert_idle()
+
+
+def slowly(history: Sequence[int]) -> Mapping[int, float]:
+    time.sleep(0.02)
+    return {300 + len(history) % 7: 30.0}
+
+
+def endless(served: Served) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": served.runs(slowly)}], "max_tokens": CONTEXT - 200}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_client_that_goes_frees_its_slot(served: Served, stream: bool) -> None:
+    body = {**endless(served), "stream": stream}
+    with (
+        pytest.raises(httpx.TimeoutException),
+        httpx.Client(timeout=0.3) as client,
+        client.stream("POST", served.url + CHAT, json=body) as response,
+    ):
+        for _ in response.iter_lines():
+            if served.gauge("mk_requests_running"):
+                raise httpx.ReadTimeout("gone")
+    served.assert_idle()
+    tokens = served.gauge("mk_generated_tokens_total")
+    time.sleep(0.1)
+    assert served.gauge("mk_generated_tokens_total") == tokens < 200
+
+
+def test_a_client_that_goes_while_it_waits_leaves_the_queue(served: Served) -> None:
+    async def crowd() -> None:
+        async with httpx.AsyncClient(timeout=30) as client:
+            body = endless(served)
+            asked = [asyncio.create_task(client.post(served.url + CHAT, json=body)) for _ in range(7)]
+            while await asyncio.to_thread(served.gauge, "mk_requests_waiting") != 3:
+                await asyncio.sleep(0.01)
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    asyncio.run(crowd())
+    served.assert_idle()
+
+
+def test_nothing_stays_behind_after_many_requests_and_errors(served: Served) -> None:
+    question = served.says(thought("a", "b"))
+
+    def ask(number: int) -> int:
+        body: dict[str, object] = {"messages": [{"role": "user", "content": question}], "stream": number % 2 == 0}
+        if number % 5 == 0:
+            body["temperature"] = "hot"
+        return served.post(CHAT, body).status_code
+
+    with ThreadPoolExecutor(16) as pool:
+        codes = list(pool.map(ask, range(100)))
+    assert codes.count(400) == 20 and codes.count(200) == 80
+    served.assert_idle()
+
+
+def test_an_answer_is_the_same_alone_and_among_others(served: Served) -> None:
+    def mixing(history: Sequence[int]) -> Mapping[int, float]:
+        value = sum((i + 1) * token for i, token in enumerate(history))
+        return {100 + value * k % 1000: 4.0 for k in range(1, 9)}
+
+    question = served.runs(mixing)
+    bodies = [
+        {
+            "messages": [{"role": "user", "content": f"{question} {i % 5}"}],
+            "max_tokens": 40 + i,
+            "seed": i,
+            "logprobs": True,
+            "temperature": 1.0,
+            "reasoning_effort": "none",
+        }
+        for i in range(16)
+    ]
+    alone = [served.post(CHAT, body).json()["choices"] for body in bodies]
+    with ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(lambda body: served.post(CHAT, body).json()["choices"], bodies))
+    assert together == alone
+    assert len({str(choices) for choices in alone}) == 16
+
+
+def test_the_key_guards_every_route_but_health() -> None:
+    with serving(api_key="secret") as locked:
+        for method, path in (
+            ("POST", CHAT), ("POST", "/v1/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
+            ("GET", "/metrics"), ("GET", "/v1/models"), ("GET", "/version"), ("GET", "/tokenizer_info"),
+            ("GET", "/nothing"), ("OPTIONS", CHAT), ("GET", "/openapi.json"),
+        ):  # fmt: skip
+            for headers in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "secret"}):
+                refused(httpx.request(method, locked.url + path, headers=headers), 401, "invalid_api_key")
+        assert locked.get("/health").status_code == 200
+        preflight = {"Origin": "http://x", "Access-Control-Request-Method": "POST"}
+        assert httpx.options(locked.url + CHAT, headers=preflight).status_code != 401
+        assert locked.get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
+def with_empty_key(served: Served) -> int:
+    """httpx refuses to send this header; lm-eval's client does."""
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"))
+    connection.request("GET", "/v1/models", headers={"Authorization": "Bearer "})
+    return connection.getresponse().status
+
+
+def test_an_empty_key_passes_where_none_is_set(served: Served) -> None:
+    assert with_empty_key(served) == 200
+    with serving(api_key="secret") as locked:
+        assert with_empty_key(locked) == 401
+
+
+def test_metrics_count(served: Served) -> None:
+    before = {name: served.gauge(name) for name in ("mk_prompt_tokens_total", "mk_time_to_first_token_seconds_count")}
+    answer = chat(served, served.says(thought("a", "b c d")))
+    assert (
+        served.gauge("mk_prompt_tokens_total") - before["mk_prompt_tokens_total"] == 2 * answer.usage["prompt_tokens"]
+    )
+    assert served.gauge("mk_time_to_first_token_seconds_count") == before["mk_time_to_first_token_seconds_count"] + 2
+    long = "word " * 200
+    chat(served, long + served.says("x"), max_tokens=1)
+    assert served.gauge("mk_prefix_hit_tokens_total") >= 64
+    assert served.gauge("mk_kv_pages") == 192 and served.gauge("mk_inter_token_latency_seconds_count") > 0
+
+
+def start(port: int, *overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "run.py", "experiment=serve", f"server.port={port}", *overrides]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "MK_API_KEY": ""},
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_the_command_serves_nano_and_ends_when_told_to() -> None:
+    """The interpreter behind it all: a greedy answer, a busy port, an interrupt amid an answer, and a second one."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with start(port) as server:
+        try:
+            assert server.stdout is not None
+            lines = [server.stdout.readline() for _ in range(4)]
+            assert f"serving nano at {url}/v1" in lines[0] and "context 8192" in lines[1] and "curl" in lines[3]
+            body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "temperature": 0}
+            first, again = (httpx.post(url + CHAT, json=body, timeout=60).json() for _ in range(2))
+            assert first["choices"] == again["choices"] and first["usage"]["completion_tokens"] == 12
+            with start(port) as second:
+                output, _ = second.communicate(timeout=60)
+                assert second.returncode == 2 and "error: " in output and "hint: server.port=" in output
+            with httpx.stream(
+                "POST", url + CHAT, json={**body, "max_tokens": 4000, "stream": True}, timeout=60
+            ) as answer:
+                next(answer.iter_lines())
+                server.send_signal(signal.SIGINT)
+                time.sleep(0.3)
+                assert server.poll() is None  # it lets the answer go on
+                server.send_signal(signal.SIGINT)
+                assert server.wait(15) in (0, 130, -signal.SIGINT)
+        finally:
+            server.kill()
+
+
+def test_sigterm_ends_an_idle_server() -> None:
+    port = free_port()
+    with start(port) as server:
+        try:
+            assert server.stdout is not None and "serving nano" in server.stdout.readline()
+            server.terminate()
+            assert server.wait(15) in (0, -signal.SIGTERM)
+        finally:
+            server.kill()

@@ -1,0 +1,190 @@
+"""Limits, validation and errors: faults that other servers had. The engine is asked again after each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server_rig import CONTEXT, TOKENIZER, Served, chat, complete, refused, serving, thought
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Served]:
+    with serving() as served:
+        yield served
+        served.assert_idle()
+
+
+@pytest.fixture
+def served(running: Served) -> Iterator[Served]:
+    yield running
+    assert chat(running, running.says(thought("", "alive"))).said.content == "alive"
+
+
+def prompt_tokens(served: Served, messages: list[dict[str, Any]]) -> int:
+    count: int = served.post("/tokenize", {"messages": messages}).json()["count"]
+    return count
+
+
+def test_max_tokens_is_a_cap_not_a_demand(served: Served) -> None:
+    question = served.says("on and on " * 2000)
+    used = prompt_tokens(served, [{"role": "user", "content": question}])
+    for field in ("max_tokens", "max_completion_tokens"):
+        answer = chat(served, question, **{field: CONTEXT})
+        assert answer.said.finish == "length" and answer.usage["completion_tokens"] == CONTEXT - used
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(served: Served) -> None:
+    filler = "word " * CONTEXT
+    for body in ({"messages": [{"role": "user", "content": filler}]}, {"prompt": filler}, {"prompt": [5] * CONTEXT}):
+        path = CHAT if "messages" in body else TEXT
+        for stream in (False, True):
+            message = refused(served.post(path, {**body, "stream": stream}), 400, "context_length_exceeded")
+            assert str(CONTEXT) in message
+    assert complete(served, [5] * (CONTEXT - 1), max_tokens=50)["usage"]["completion_tokens"] == 1
+
+
+def test_without_max_tokens_a_chat_goes_on_to_the_end_of_the_context(served: Served) -> None:
+    question = served.says("on and on " * 2000)
+    answer = chat(served, question)
+    assert answer.usage["total_tokens"] == CONTEXT and answer.said.finish == "length"
+
+
+def test_an_empty_prompt_is_the_bos_token_alone(served: Served) -> None:
+    assert complete(served, "", max_tokens=2)["usage"]["prompt_tokens"] == 1
+    for prompt in ([], [[]], [""] * 0):
+        refused(served.post(TEXT, {"prompt": prompt}), 400, param="prompt")
+    refused(served.post(CHAT, {"messages": []}), 400, param="messages")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt", [99999999]),
+        ("prompt", [-1]),
+        ("prompt", [[5, 1408]]),
+        ("logit_bias", {"191222": -100}),
+        ("logit_bias", {"-1": 5}),
+        ("logit_bias", {"x": 5}),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"5": "1"}),
+        ("stop_token_ids", [1408]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [1.5]),
+    ],
+)
+def test_token_ids_outside_the_vocabulary_never_reach_the_engine(served: Served, field: str, value: Any) -> None:
+    refused(served.post(TEXT, {"prompt": "a", field: value}), 400, "invalid_value", field)
+    if field != "prompt":
+        refused(served.post(CHAT, {"messages": HI, field: value}), 400, "invalid_value", field)
+
+
+def test_seeds_of_64_bits_signed_or_not(served: Served) -> None:
+    def draw(seed: Any) -> str:
+        return str(
+            complete(served, "draw", seed=seed, temperature=2.0, max_tokens=8, logit_bias=bias)["choices"][0]["text"]
+        )
+
+    bias = {str(token): 40 for token in range(100, 140)}
+    assert draw(-1) == draw(2**64 - 1) != draw(0)
+    assert draw(-(2**63)) == draw(2**63)
+    for seed in (2**64, -(2**63) - 1, "7", 1.5, True):
+        refused(served.post(TEXT, {"prompt": "a", "seed": seed}), 400, "invalid_value", "seed")
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("body", [b"[]", b"null", b"{bad", b"", b"3", b'"text"', b"\xff\xfe", b"[" * 100_000])
+def test_bodies_that_are_no_object(served: Served, path: str, body: bytes) -> None:
+    response = httpx.post(served.url + path, content=body, headers={"Content-Type": "application/json"}, timeout=30)
+    refused(response, 400)
+
+
+def test_text_that_is_no_unicode(served: Served) -> None:
+    half = '"\\ud800"'
+    for path, body in (
+        (TEXT, f'{{"prompt": {half}}}'),
+        (CHAT, f'{{"messages": [{{"role": "user", "content": {half}}}]}}'),
+        ("/tokenize", f'{{"prompt": {half}}}'),
+    ):
+        refused(httpx.post(served.url + path, content=body, headers={"Content-Type": "application/json"}), 400)
+    wrong = httpx.post(
+        served.url + TEXT, content=f'{{"prompt": "a", "model": {half}}}', headers={"Content-Type": "application/json"}
+    )
+    refused(wrong, 404, "model_not_found")
+    stop = httpx.post(
+        served.url + TEXT, content=f'{{"prompt": "a", "stop": {half}}}', headers={"Content-Type": "application/json"}
+    )
+    assert stop.status_code == 200
+
+
+def test_the_developer_is_the_system(served: Served) -> None:
+    counts = {prompt_tokens(served, [{"role": role, "content": "be brief"}, *HI]) for role in ("developer", "system")}
+    assert len(counts) == 1
+    question = served.says(thought("", "yes"))
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": question}]
+    assert chat(served, messages).said.content == "yes"
+    refused(served.post(CHAT, {"messages": [{"role": "chef", "content": "x"}]}), 400, "invalid_value", "messages")
+
+
+def test_fields_that_agents_send_are_accepted_or_ignored(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    question = served.says(thought("", "yes"))
+    extras = {
+        "max_completion_tokens": 50,
+        "parallel_tool_calls": True,
+        "store": True,
+        "metadata": {"a": "b"},
+        "user": "me",
+        "service_tier": "auto",
+        "reasoning_effort": "medium",
+        "prompt_cache_key": "k",
+        "something_new": {"deep": 1},
+    }
+    with caplog.at_level(logging.WARNING, "mk.server"):
+        assert chat(served, question, **extras).said.content == "yes"
+    assert "something_new" in caplog.text and "metadata" not in caplog.text
+
+
+def test_what_is_not_done_here_is_refused_and_not_passed_over(served: Served) -> None:
+    for field, value in (("functions", [{}]), ("guided_json", {}), ("use_beam_search", True), ("best_of", 3)):
+        refused(served.post(CHAT, {"messages": HI, field: value}), 400, "unsupported_parameter", field)
+        refused(served.post(TEXT, {"prompt": "a", field: value}), 400, "unsupported_parameter", field)
+    assert served.post(TEXT, {"prompt": "a", "best_of": 1, "max_tokens": 1}).status_code == 200
+
+
+def test_other_models_paths_and_methods(served: Served) -> None:
+    refused(served.post(CHAT, {"messages": HI, "model": "gpt"}), 404, "model_not_found", "model")
+    refused(served.get("/v1/models/gpt"), 404, "model_not_found")
+    refused(served.get("/v1/nothing"), 404, "not_found")
+    refused(served.get(CHAT), 405, "method_not_allowed")
+
+
+def test_a_full_queue_turns_requests_away() -> None:
+    with serving(max_waiting=2) as small:
+        refused(small.post(TEXT, {"prompt": "a", "n": 3}), 400)
+        refused(small.post(CHAT, {"messages": HI, "n": 3}), 429, "queue_full")
+        assert small.post(TEXT, {"prompt": "a", "n": 2, "max_tokens": 1}).status_code == 200
+
+
+def test_what_the_server_says_about_itself(served: Served) -> None:
+    model = served.get("/v1/models").json()["data"][0]
+    assert model["id"] == "nano" and model["max_model_len"] == CONTEXT
+    assert served.get("/v1/models/nano").json() == model
+    assert served.get("/version").json()["version"] == "1.2.3"
+    info = served.get("/tokenizer_info").json()
+    assert info["eos_token"] == "<|END_OF_TURN_TOKEN|>" and info["bos_token"] == "<BOS_TOKEN>"
+    assert "START_THINKING" in info["chat_template"]
+    tokens = served.post("/tokenize", {"prompt": "def f():", "return_token_strs": True}).json()
+    assert tokens["tokens"] == TOKENIZER.encode("def f():", bos=True) and tokens["count"] == len(tokens["tokens"])
+    assert "".join(tokens["token_strs"]) == "<BOS_TOKEN>def f():"
+    plain = served.post("/tokenize", {"prompt": "def f():", "add_special_tokens": False}).json()["tokens"]
+    assert served.post("/detokenize", {"tokens": plain}).json() == {"prompt": "def f():"}
+    refused(served.post("/detokenize", {"tokens": [99999]}), 400, "invalid_value", "tokens")
+    refused(served.post("/tokenize", {"prompt": "a", "messages": HI}), 400)
+    refused(served.post("/tokenize", {}), 400)
