@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mk.errors import MkError
+from mk.schedule.costs import Costs
 from mk.validation import check_contexts, check_optional, check_values, require_at_least, require_one_of
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
@@ -141,6 +142,7 @@ class GpuConfig:
     nominal_tb_s: float | None = None  # HBM bandwidth of the data sheet
     measured: bool | None = None  # whether a probe on this card has confirmed these figures
     measured_tb_s: float | None = None  # the HBM read bandwidth it reached
+    costs: Costs | None = None  # of a card whose traces were fitted: what the simulator computes with
 
     def __post_init__(self) -> None:
         require_one_of("gpu.kind", self.kind, ("cpu", "cuda"))
@@ -148,7 +150,8 @@ class GpuConfig:
         needed = {"interleaving_seed"}
         if self.kind == "cuda":
             needed = {"smem_per_block_kb", "l2_mb", "clock_mhz", "nominal_tb_s", "measured"}
-        check_optional("gpu", self, needed | ({"measured_tb_s"} if self.measured else set()))
+            needed |= ({"measured_tb_s"} if self.measured else set()) | ({"costs"} if self.costs else set())
+        check_optional("gpu", self, needed)
 
 
 @dataclass(slots=True)

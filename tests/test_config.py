@@ -152,7 +152,8 @@ def numbers(kind: type, suffix: str = "") -> list[tuple[str, list[str]]]:
     def walk(prefix: str, values: dict[str, Any], overrides: list[str]) -> None:
         for name, value in values.items():
             if isinstance(value, dict):
-                walk(f"{prefix}{name}.", value, overrides)
+                alike = prefix == "gpu.costs.ops." and name != "topk"  # one operation stands for all
+                walk(f"{prefix}{name}.", {} if alike else value, overrides)
             elif type(value) is kind and name.endswith(suffix):
                 found.setdefault(prefix + name, overrides)
 

@@ -42,7 +42,10 @@ class Costs:
     def __post_init__(self) -> None:
         for name in ("memory_tb_s", "port_gb_s"):
             if not getattr(self, name) > 0:
-                raise MkError(f"gpu.costs.{name}={getattr(self, name)} must be positive")
+                raise MkError(
+                    f"gpu.costs.{name}={getattr(self, name)} must be positive",
+                    hint="gpu.costs of configs/gpu/h200.yaml",
+                )
         for name in ("latency", "issue", "next_stream", "next_entry", "next_store", "publish", "handoff", "queued"):
             require_at_least(f"gpu.costs.{name}", getattr(self, name), 0)
 

@@ -192,6 +192,7 @@ class Engine:
                 s.taken.append(taken)
                 s.opened.append(opened)
                 s.ring_empty.append(0.0)
+                s.starved_until.append(0.0)
                 s.tile_full.append(0.0)
                 s.consumer_free = opened + (op.open + self._queued() if op.open else 0.0)
                 s.slots_done = s.tiles_done = 0
@@ -203,7 +204,7 @@ class Engine:
                     index = read % ring.slots
                     if s.landed[index] > at:
                         s.ring_empty[place] += s.landed[index] - at
-                        at = s.landed[index]
+                        s.starved_until[place] = at = s.landed[index]
                     at += op.slot
                     s.freed[index] = at
                 s.read += most
@@ -280,6 +281,7 @@ class Engine:
             s.stream.append(at)
             s.ring_full.append(0.0)
             s.window.append(0.0)
+            s.full_until.append(0.0)
         if s.left:
             s.group = group = min(s.left, (self.split if s.lane < self.split else ring.lanes) - s.lane)
             freed = landed = 0.0
@@ -292,7 +294,7 @@ class Engine:
                 landed = s.landed[(s.issued + group - 1 - ring.window) % ring.slots]
             if freed > at and freed > landed:
                 s.ring_full[-1] += freed - at
-                at = freed
+                s.full_until[-1] = at = freed
             elif landed > at:
                 s.window[-1] += landed - at
                 at = landed

@@ -40,6 +40,15 @@ class Sample:
         chosen = {layer: router(layer, step, logits)[active] for layer in geometry.sparse_layers}
         return cls(tuple(keys), {layer: len(np.unique(ids)) for layer, ids in chosen.items()})
 
+    def levelled(self, geometry: Geometry) -> Sample:
+        """The mean number of experts in every sparse layer of `geometry`, rounded so that their sum stays."""
+        if not self.experts:
+            return self
+        mean = sum(self.experts.values()) / len(self.experts)
+        ends = np.round(np.arange(len(geometry.sparse_layers) + 1) * mean).astype(int)
+        counts = np.diff(ends).tolist()
+        return Sample(self.keys, dict(zip(geometry.sparse_layers, counts, strict=True)))
+
 
 def expand(program: Program, sample: Sample) -> Work:
     """Every descriptor with its sizes. Raises MkError where the sample does not fit the program.

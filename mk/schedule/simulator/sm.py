@@ -9,7 +9,7 @@ from mk.schedule.simulator.work import Ring, Task
 
 @dataclass(slots=True)
 class SmState:
-    """Times in microseconds. A list by entry grows as its role passes the entry; its length is where the role stands."""
+    """Microseconds. A list by entry grows as its role passes the entry: its length is where the role stands."""
 
     ring: Ring
     todo: list[Task]  # descriptors that were not published yet, last first
@@ -29,6 +29,8 @@ class SmState:
     window: list[float] = field(default_factory=list)
     ring_empty: list[float] = field(default_factory=list)
     tile_full: list[float] = field(default_factory=list)
+    full_until: list[float] = field(default_factory=list)  # end of the producer's last wait for a free slot, 0 = none
+    starved_until: list[float] = field(default_factory=list)  # end of the consumers' last wait for a slot, 0 = none
 
     # controller
     publisher_free: float = 0.0
