@@ -61,10 +61,14 @@ class ScheduleConfig:
     attention_claimers: int | None = None  # SMs that claim attention splits
     moe_claimers: int | None = None  # SMs that claim MoE tiles
     claim_ahead: int | None = None  # tickets an SM may hold before its consumers need them
+    path: str | None = None  # search: the file that holds what was found
 
     def __post_init__(self) -> None:
         fields = ("attention_claimers", "moe_claimers", "claim_ahead")
-        check_optional("schedule", self, fields if self.name == "work_stealing" else ())
+        needed: dict[str, tuple[str, ...]] = {"work_stealing": fields}
+        if self.name == "search":  # the file says whether there are claimers
+            needed["search"] = ("path", *(field for field in fields if getattr(self, field) is not None))
+        check_optional("schedule", self, needed.get(self.name, ()))
         for field in fields:
             require_at_least(f"schedule.{field}", getattr(self, field), 1)
 

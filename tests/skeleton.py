@@ -1,8 +1,8 @@
 """A skeleton of the decode step that was measured on an H200, as work for the simulator.
 
 It has the dependency shape and the bytes of MoE layers, and no numbers that mean anything: norm -> {QKV -> attention ->
-combine -> O} and {router -> top-k -> up/gate -> down} -> next norm, on 132 SMs, 128 of which own 16 rows of the residual.
-Strips are 64 KB, attention comes in blocks of 16 KB.
+combine -> O} and {router -> top-k -> up/gate -> down} -> next norm, on 132 SMs, 128 of which own 16 rows of the
+residual. Strips are 64 KB, attention comes in blocks of 16 KB.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ def estimate(plan: Plan, geometry: Geometry, sample: Sample, bucket: int, costs:
     """Microseconds of a step, from its first layers: where a model repeats itself, so does its timeline.
 
     Simulates the layers before the first repeat with one period and with two of them, every layer with the sample's
-    mean number of experts; each period more adds what the second one did. Within 1 % of the whole step, in a fraction of
-    the time.
+    mean number of experts; each period more adds what the second one did. Within 1 % of the whole step, for a fraction
+    of the work.
     """
     before, period = layer_period(geometry)
     few, many = before + period, before + 2 * period

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -89,7 +90,7 @@ def expand(program: Program, sample: Sample) -> Work:
             )
         )
     offsets = program.offsets.tolist()
-    tracks = [tasks[begin:end] for begin, end in zip(offsets[:-1], offsets[1:], strict=True)]
+    tracks = [tasks[begin:end] for begin, end in itertools.pairwise(offsets)]
     return Work(shape.n_sm, shape.rows, tracks, [counter.per_step for counter in program.counters], queues)
 
 
