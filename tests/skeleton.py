@@ -131,6 +131,7 @@ def costs(row: Row, fit: dict[str, float]) -> Costs:
         publish=0.0,
         handoff=fit["handoff"],
         queued=fit["queued"] * (1.0 if row.one_poller else fit["pollers"]),
+        claim=0.0,
         launch=0.0,
         ops={
             **dict.fromkeys(("router", "attention", "down", "o"), product),

@@ -28,7 +28,7 @@ H200 = ["experiment=decode_throughput"]
 MEASURED = Path(__file__).resolve().parent.parent / "results" / "h200" / "decode_throughput.jsonl"
 
 # memory serves a slot a microsecond and a copy lands two later; other costs are nought unless a graph names them
-PLAIN = Costs(0.008192, 2.0, 1e6, 0, 0, 0, 0, 0, 0, 0, 0, {"mul": OpCosts(slot=3.0), "tail": OpCosts(close=7.0)})
+PLAIN = Costs(0.008192, 2.0, 1e6, 0, 0, 0, 0, 0, 0, 0, 0, 0, {"mul": OpCosts(slot=3.0), "tail": OpCosts(close=7.0)})
 SINGLE = Ring(slots=4, window=4, lanes=1)
 
 

@@ -36,6 +36,7 @@ class Costs:
     publish: float  # and the controller
     handoff: float  # from the last signal to the waiting controller's word, memory idle
     queued: float  # share of the queue at memory that hand-offs and loads of activations wait behind
+    claim: float  # a ticket's way to memory and back
     launch: float  # from one step's end to the next one's first task
     ops: dict[str, OpCosts] = field(default_factory=dict)
 
@@ -46,7 +47,7 @@ class Costs:
                     f"gpu.costs.{name}={getattr(self, name)} must be positive",
                     hint="gpu.costs of configs/gpu/h200.yaml",
                 )
-        for name in ("latency", "issue", "next_stream", "next_entry", "next_store", "publish", "handoff", "queued"):
+        for name in ("latency", "issue", "next_stream", "next_entry", "next_store", "publish", "handoff", "queued", "claim"):
             require_at_least(f"gpu.costs.{name}", getattr(self, name), 0)
 
     def of(self, op: str) -> OpCosts:

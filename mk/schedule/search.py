@@ -23,6 +23,7 @@ from mk.schedule.simulator.expand import Sample
 from mk.schedule.simulator.work import Ring
 from mk.schedule.stored import StoredSchedule
 from mk.splits import SplitPolicy
+from mk.step_params import MAX_WINDOW, MIN_WINDOW
 from mk.verify import verify
 
 AFTER = {  # what a wave of a layer may not precede
@@ -35,7 +36,6 @@ AFTER = {  # what a wave of a layer may not precede
     "oproj": ("attn_combine",),
     "rmsnorm": ("oproj", "moe_down", "moe_combine"),
 }
-MAX_WINDOW = 9  # slots: csrc/gemm.cuh, MAX_WINDOW
 SPLITS = ((128, 16), (128, 32), (128, 64), (256, 32))  # (split_keys, max_splits)
 CLAIMERS = (0, 0, 0, 1, 2, 4)  # the share of all SMs, in quarters; most candidates are static
 
@@ -159,6 +159,6 @@ def _redraw(rng: random.Random, schedule: StoredSchedule, n_sm: int, axis: str) 
         keys, most = rng.choice(SPLITS)
         return dataclasses.replace(schedule, split_keys=keys, max_splits=most)
     if axis == "window":
-        return dataclasses.replace(schedule, window=rng.randint(4, MAX_WINDOW))
+        return dataclasses.replace(schedule, window=rng.randint(MIN_WINDOW, MAX_WINDOW))
     attention, moe = (n_sm * rng.choice(CLAIMERS) // 4 for _ in range(2))
     return dataclasses.replace(schedule, attention_claimers=attention, moe_claimers=moe)

@@ -64,13 +64,19 @@ def ring_of(ring: RingConfig) -> Ring:
     return Ring(slots=ring.slots, window=ring.window_kb * 1024 // SLOT_BYTES)
 
 
-def simulate(program: Program, sample: Sample, costs: Costs, ring: Ring) -> Simulated:
-    """One step. Raises MkError where the sample does not fit the program, or the step stands still."""
-    engine = Engine(expand(program, sample), costs, ring)
+def simulate(program: Program, sample: Sample, costs: Costs, ring: Ring, zero_wait: bool = False) -> Simulated:
+    """One step; zero_wait: without the waits for other SMs.
+
+    Raises MkError where the sample does not fit the program, or the step stands still.
+    """
+    work = expand(program, sample)
+    engine = Engine(work.without_waits() if zero_wait else work, costs, ring)
     return Simulated(engine.run() + costs.launch, engine)
 
 
-def estimate(plan: Plan, geometry: Geometry, sample: Sample, bucket: int, costs: Costs, ring: Ring) -> float:
+def estimate(
+    plan: Plan, geometry: Geometry, sample: Sample, bucket: int, costs: Costs, ring: Ring, zero_wait: bool = False
+) -> float:
     """Microseconds of a step, from its first layers: where a model repeats itself, so does its timeline.
 
     Simulates the layers before the first repeat with one period and with two of them, every layer with the sample's
@@ -81,12 +87,12 @@ def estimate(plan: Plan, geometry: Geometry, sample: Sample, bucket: int, costs:
     few, many = before + period, before + 2 * period
     if geometry.layers <= many:
         program = plan.lower(geometry, len(sample.keys), bucket)
-        return simulate(program, sample, costs, ring).step_us
+        return simulate(program, sample, costs, ring, zero_wait).step_us
     times = []
     for layers in (few, many):
         g = first_layers(geometry, layers)
         program = plan.lower(g, len(sample.keys), bucket)
-        times.append(simulate(program, sample.levelled(g), costs, ring).step_us)
+        times.append(simulate(program, sample.levelled(g), costs, ring, zero_wait).step_us)
     return times[1] + (times[1] - times[0]) * (geometry.layers - many) / period
 
 

@@ -154,15 +154,16 @@ class Engine:
         claimer = s.todo[-1]
         queue = self.work.queues[claimer.queue]
         s.asked = False
+        given = self.now + self.costs.claim
         waits = claimer.waits if len(s.tasks) == s.claimed_from else ()
         if queue.taken < len(queue.slots):
             slots = queue.slots[queue.taken]
             queue.taken += 1
-            self._put(s, Task(queue.op, slots, 1, waits, -1, claimer.layer, claimer.ordinal), self.now)
+            self._put(s, Task(queue.op, slots, 1, waits, -1, claimer.layer, claimer.ordinal), given)
         else:
             s.todo.pop()
             s.claimed_from = -1
-            self._put(s, Task(claimer.op, 0, 0, waits, claimer.signal, claimer.layer, claimer.ordinal), self.now)
+            self._put(s, Task(claimer.op, 0, 0, waits, claimer.signal, claimer.layer, claimer.ordinal), given)
         self._advance(sm)
 
     def _open(self, s: SmState, sm: int) -> None:
