@@ -64,7 +64,9 @@ def _report(
     times = np.array([[of[label].p50_ms for label in labels] for of in rounds], np.float64)
     mean, model = times.mean(axis=0), np.array([simulated[label] for label in labels])
     correlation, error = spearman(model, mean), float(np.mean(np.abs(model / mean - 1)))
-    print(f"\nbatch {batch}, {len(rounds)} rounds on the card: rank correlation {correlation:.2f}, mean error {error:.1%}")
+    print(
+        f"\nbatch {batch}, {len(rounds)} rounds on the card: rank correlation {correlation:.2f}, mean error {error:.1%}"
+    )
     for column, label in enumerate(labels):
         beyond, half = paired(times[:, column], times[:, labels.index("configured")])
         print(f"{label:14}{mean[column]:10.4f} ms{beyond:+10.4f} ± {half:.4f}   simulated {model[column]:.4f}")

@@ -106,7 +106,9 @@ def ladder(cfg: Config, run: RunFolder, judge: Judge) -> list[Step]:
         )
     print(f"batch {batch}: {result.simulated} candidates in {time.perf_counter() - started:.0f} s", flush=True)
     path = run.path / f"schedule_batch{batch}.yaml"
-    comment = f"{cfg.model.name}, batch {batch}, context {settings.context}, routing {cfg.routing.name}, {cfg.gpu.name}: "
+    comment = (
+        f"{cfg.model.name}, batch {batch}, context {settings.context}, routing {cfg.routing.name}, {cfg.gpu.name}: "
+    )
     result.schedule.save(path, f"{comment}{result.us / 1e3:.4f} ms simulated")
     print(f"  stored: schedule=search schedule.path={path}", flush=True)
     schedule = dataclasses.replace(cfg.schedule, name="search", path=str(path))

@@ -47,7 +47,17 @@ class Costs:
                     f"gpu.costs.{name}={getattr(self, name)} must be positive",
                     hint="gpu.costs of configs/gpu/h200.yaml",
                 )
-        for name in ("latency", "issue", "next_stream", "next_entry", "next_store", "publish", "handoff", "queued", "claim"):
+        for name in (
+            "latency",
+            "issue",
+            "next_stream",
+            "next_entry",
+            "next_store",
+            "publish",
+            "handoff",
+            "queued",
+            "claim",
+        ):
             require_at_least(f"gpu.costs.{name}", getattr(self, name), 0)
 
     def of(self, op: str) -> OpCosts:

@@ -53,10 +53,11 @@ def layer_waves(shape: StepShape, layer: int, costs: Costs, experts: float) -> d
     waves: dict[str, _Wave] = {}
     writers: dict[int, list[str]] = {}
     reads: dict[str, set[int]] = {}
-    for name in LAYER_WAVES:
+    for place, name in enumerate(LAYER_WAVES):
         op, tasks = shape.wave_tasks(name, layer)
         if op is None:
-            waves[name] = _Wave()
+            # nothing to run: it stands behind the wave that it follows by default
+            waves[name] = _Wave(after=frozenset(LAYER_WAVES[place - 1 : place]))
             continue
         own, slots = costs.of(op.name), slots_of(shape, op, tasks, experts)
         an_sm = -(-len(tasks) // shape.n_sm) if op.aside else 1  # others close as they go, the last one after its tile
@@ -108,7 +109,7 @@ def greedy_order(shape: StepShape, costs: Costs, experts: float) -> tuple[str, .
     streamed = consumed = 0.0  # when the producers, and the consumers, are through with the waves so far
 
     def ends(name: str) -> tuple[float, float]:
-        """The same with this wave next. Entries are opened in list order: whoever stores alone holds up consumers too."""
+        """The same with this wave next. Entries open in list order: one that the storer alone runs holds up all."""
         wave = waves[name]
         if wave.op is None or wave.op.aside:
             return streamed, consumed

@@ -178,7 +178,7 @@ class Engine:
             s.go.append(max(at, s.published[place], s.go[-1] if place else 0.0))
 
     def _consume(self, s: SmState) -> bool:
-        """The consumers, as far as slots were issued and the storer has room. Whether they finished a tile or an entry."""
+        """The consumers, as far as slots were issued and the storer has room. Whether a tile or an entry was done."""
         moved, ring = False, self.ring
         while (place := len(s.done)) < len(s.tasks):
             task = s.tasks[place]
