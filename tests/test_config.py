@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mk.compose import _default_options, expand_sweep, load_config, to_yaml
-from mk.config import GROUPS, Config, config_hash, group_options, resolved
+from mk.config import CONFIG_DIR, GROUPS, Config, config_hash, group_options, resolved
 from mk.errors import MkError
 from mk.graph import OPTIONAL_WAVES, PARTED_WAVES
 
@@ -20,6 +20,7 @@ COMPANIONS = {
     "routing=correlated": ["routing.distinct=4"],
     "wave_order=custom": ["wave_order.waves=[router,qkv]"],
     "routing=replay": ["routing.path=trace.pt"],
+    "schedule=search": [f"schedule.path={CONFIG_DIR.parent / 'results/simulated/schedule_batch1.yaml'}"],
 }
 EVERY_OPTION = [(group, option) for group in GROUPS for option in group_options(group)]
 
@@ -33,8 +34,6 @@ def test_every_option_composes(group: str, option: str) -> None:
 
 
 def test_groups_are_the_folders_and_each_has_a_default() -> None:
-    from mk.config import CONFIG_DIR
-
     assert {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()} == set(GROUPS) == set(_default_options())
 
 
