@@ -268,6 +268,7 @@ def _trace(cfg: Config, run: RunFolder, weights: PackedWeights, program: Program
     step = StepTrace.read(runtime["trace"])
     path = run.path / f"trace_batch{rows}.json"
     step.perfetto(path)
+    step.save(path.with_suffix(".npz"))
     causes = causes_table(step.causes(), program.shape.geometry.layers)
     print(f"\nbatch {rows}, trace build: p50 {timing.p50:.4f} ms; timeline in {path}\n{causes}", flush=True)
 

@@ -59,6 +59,19 @@ class DecodeThroughput:
 
 
 @dataclass(slots=True)
+class ScheduleSearch(DecodeThroughput):
+    candidates: int  # random schedules that are simulated
+    local_steps: int  # changes of the best one that are tried after them
+    seed: int
+    rounds: int  # of all schedules in turn on the card; 0 = only simulate
+    time_limit_s: float  # of the runs of one batch on the card
+
+    def __post_init__(self) -> None:
+        for key in ("candidates", "local_steps", "rounds"):
+            require_at_least(f"experiment.{key}", getattr(self, key), 0)
+
+
+@dataclass(slots=True)
 class WaveOrderAblation(DecodeThroughput):
     variants: list[str]  # each some overrides of the configuration, as on the command line; a,b sweeps a key
 

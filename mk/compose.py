@@ -13,6 +13,7 @@ import importlib.util
 import itertools
 import typing
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -24,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mk.config import CONFIG_DIR, GROUPS, Config, config_hash, group_options, resolved
 from mk.errors import MkError
+from mk.schedule.stored import StoredSchedule
 from mk.validation import closest
 
 TOP_KEYS = tuple(field.name for field in dataclasses.fields(Config))
@@ -52,6 +54,8 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
     except (HydraException, OmegaConfBaseException) as error:
         raise _explain(error, overrides) from error
     assert isinstance(config, Config)
+    if config.schedule.path is not None:
+        config = StoredSchedule.load(Path(config.schedule.path)).apply(config)
     return config
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mk.errors import MkError
+from mk.schedule.costs import Costs
 from mk.validation import check_contexts, check_optional, check_values, require_at_least, require_one_of
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
@@ -60,10 +61,14 @@ class ScheduleConfig:
     attention_claimers: int | None = None  # SMs that claim attention splits
     moe_claimers: int | None = None  # SMs that claim MoE tiles
     claim_ahead: int | None = None  # tickets an SM may hold before its consumers need them
+    path: str | None = None  # search: the file that holds what was found
 
     def __post_init__(self) -> None:
         fields = ("attention_claimers", "moe_claimers", "claim_ahead")
-        check_optional("schedule", self, fields if self.name == "work_stealing" else ())
+        needed: dict[str, tuple[str, ...]] = {"work_stealing": fields}
+        if self.name == "search":  # the file says whether there are claimers
+            needed["search"] = ("path", *(field for field in fields if getattr(self, field) is not None))
+        check_optional("schedule", self, needed.get(self.name, ()))
         for field in fields:
             require_at_least(f"schedule.{field}", getattr(self, field), 1)
 
@@ -141,6 +146,7 @@ class GpuConfig:
     nominal_tb_s: float | None = None  # HBM bandwidth of the data sheet
     measured: bool | None = None  # whether a probe on this card has confirmed these figures
     measured_tb_s: float | None = None  # the HBM read bandwidth it reached
+    costs: Costs | None = None  # of a card whose traces were fitted: what the simulator computes with
 
     def __post_init__(self) -> None:
         require_one_of("gpu.kind", self.kind, ("cpu", "cuda"))
@@ -148,7 +154,8 @@ class GpuConfig:
         needed = {"interleaving_seed"}
         if self.kind == "cuda":
             needed = {"smem_per_block_kb", "l2_mb", "clock_mhz", "nominal_tb_s", "measured"}
-        check_optional("gpu", self, needed | ({"measured_tb_s"} if self.measured else set()))
+            needed |= ({"measured_tb_s"} if self.measured else set()) | ({"costs"} if self.costs else set())
+        check_optional("gpu", self, needed)
 
 
 @dataclass(slots=True)

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mk.config import Config
+from mk.errors import MkError
 from mk.graph import StepShape
 from mk.model.geometry import Geometry
+from mk.roofline import uniform_experts
+from mk.schedule.costs import Costs
+from mk.schedule.greedy import Earliest, greedy_order
 from mk.schedule.lower import Program, lower
 from mk.splits import SplitPolicy
 from mk.verify import verify
@@ -30,10 +34,20 @@ class Plan:
     moe_claimers: int = 0
     claim_ahead: int = 2
     splits: SplitPolicy = SplitPolicy()
+    costs: Costs | None = None  # with them, list scheduling chooses the order and the SMs (mk/schedule/greedy.py)
 
     @classmethod
     def from_config(cls, config: Config) -> Plan:
+        """Raises MkError for schedule=greedy on a card without costs, or beside a placement that it has no use for."""
         schedule, attention = config.schedule, config.engine.attention
+        greedy = schedule.name == "greedy"
+        if greedy and config.gpu.costs is None:
+            raise MkError(f"schedule=greedy needs costs, and gpu={config.gpu.name} has none", hint="gpu=h200")
+        if greedy and config.placement.name != "row_owner":
+            raise MkError(
+                f"schedule=greedy places tasks itself, not placement={config.placement.name}",
+                hint="placement=row_owner",
+            )
         return cls(
             n_sm=config.gpu.sms,
             wave_order=tuple(config.wave_order.waves),
@@ -42,6 +56,7 @@ class Plan:
             moe_claimers=schedule.moe_claimers or 0,
             claim_ahead=schedule.claim_ahead or 0,
             splits=SplitPolicy(attention.split_keys, attention.max_splits),
+            costs=config.gpu.costs if greedy else None,
         )
 
     def lower(self, geometry: Geometry, rows: int, bucket: int, draws: bool = False) -> Program:
@@ -61,7 +76,10 @@ class Plan:
             splits=self.splits,
             draws=draws,
         )
-        return lower(shape, self.wave_order, self.placement)
+        if self.costs is None:
+            return lower(shape, self.wave_order, self.placement)
+        order = greedy_order(shape, self.costs, uniform_experts(geometry, rows))
+        return lower(shape, order, self.placement, Earliest(shape, self.costs))
 
 
 @dataclass(slots=True)

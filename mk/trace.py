@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -92,6 +93,22 @@ class StepTrace:
         for name in TALLIES:
             us[name] = of[:, at[name]] / per_us
         return cls(sm, of[:, at["opcode"]], of[:, at["layer"]], of[:, at["task"]], us)
+
+    def save(self, path: Path) -> None:
+        """As npz, for `mk/schedule/fit.py`."""
+        places = {"sm": self.sm, "opcode": self.opcode, "layer": self.layer, "task": self.task}
+        columns: dict[str, npt.NDArray[Any]] = {**places, **self.us}
+        np.savez_compressed(path, allow_pickle=False, **columns)
+
+    @classmethod
+    def load(cls, path: Path) -> StepTrace:
+        """Raises MkError for a file that is no saved trace."""
+        try:
+            with np.load(path) as of:
+                places = (of["sm"], of["opcode"], of["layer"], of["task"])
+                return cls(*places, {name: of[name] for name in (*TIMES, *TALLIES)})
+        except (OSError, ValueError, KeyError) as error:
+            raise MkError(f"{path}: is no trace of a step ({type(error).__name__})") from error
 
     def causes(self) -> dict[str, dict[str, float]]:
         """Microseconds an SM, mean over SMs, by operation and cause.

@@ -48,6 +48,9 @@ def check_values(key: str, config: Any) -> None:
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             check_values(name, value)
+        if isinstance(value, dict):
+            for entry, item in value.items():
+                check_values(f"{name}.{entry}", item)
         for item in value if isinstance(value, list) else [value]:
             _check_value(name, field.name, item)
 

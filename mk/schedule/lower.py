@@ -18,7 +18,7 @@ from mk.errors import MkError
 from mk.graph import LAST_WAVES, StepShape, resolve
 from mk.isa import LOCAL_BUFFERS, NONE, Access, Buffer, Flag, Op, Word, Words
 from mk.schedule.orders import check_order
-from mk.schedule.placement import SmIds, make_placement
+from mk.schedule.placement import Placement, SmIds, make_placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +107,15 @@ class _Wave:
     tracks: SmIds
 
 
-def lower(shape: StepShape, wave_order: tuple[str, ...] | list[str], placement: str) -> Program:
-    """Build, place and lower one step. Raises MkError for an unknown wave or placement, or one that does not fit."""
+def lower(
+    shape: StepShape, wave_order: tuple[str, ...] | list[str], placement: str, placer: Placement | None = None
+) -> Program:
+    """Build, place and lower one step; `placer` takes the place of the named placement.
+
+    Raises MkError for an unknown wave or placement, or one that does not fit.
+    """
     order = check_order(wave_order)
-    placer = make_placement(placement, shape)
+    placer = placer or make_placement(placement, shape)
     waves: list[_Wave] = []
     ordinal = 0
     for name, layer, part, parts in step_waves(shape, order):

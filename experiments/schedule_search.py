@@ -1,0 +1,191 @@
+"""The ladder of schedules: round robin, row owner, the configured one, greedy, and the best that a search found.
+
+The simulator proposes, on a CPU: its rows say `clock: simulated` and give each schedule's gap to the bounds, and its
+regret under other routings. Where the card is there and `experiment.rounds` is not 0, the same schedules are then run
+in turn, round after round, and compared in pairs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from experiments import schedule_paired
+from experiments.console import progress
+from experiments.schedule_ladder import draw_ladder, ladder_table, regret_table
+from mk.config import Config, RoutingConfig
+from mk.errors import MkError
+from mk.graph import LAYER_WAVES
+from mk.model.geometry import PRESETS, Geometry
+from mk.programs import Plan, bucket_for
+from mk.roofline import step_bytes
+from mk.rows import Row
+from mk.runs import RunFolder
+from mk.schedule.bounds import bounds
+from mk.schedule.search import Judge, search
+from mk.schedule.simulate import costs_of, estimate, ring_of
+from mk.schedule.simulator.expand import Sample
+from mk.schedule.simulator.work import Ring
+from mk.schedule.stored import StoredSchedule
+from mk.verify import verify
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of the ladder: how a configuration would spell it."""
+
+    label: str
+    config: Config
+
+    @property
+    def plan(self) -> Plan:
+        return Plan.from_config(self.config)
+
+    @property
+    def ring(self) -> Ring:
+        return ring_of(self.config.engine.ring)
+
+
+def main(cfg: Config) -> int:
+    """Exit status 0; whatever is wrong is an MkError."""
+    settings, costs = cfg.experiment, costs_of(cfg.gpu)
+    if cfg.schedule.name != "static":
+        raise MkError(f"schedule_search starts from a static schedule, not {cfg.schedule.name}", hint="schedule=static")
+    geometry = PRESETS.get(cfg.model.preset)
+    if geometry is None or cfg.model.path is not None:
+        raise MkError("schedule_search takes a geometry alone", hint="model=north_mini_code, or model=slice")
+    found: list[Row] = []
+    with RunFolder.create(cfg) as run:
+        for batch in settings.batches:
+            sample = Sample.draw(geometry, cfg.routing, [settings.context] * batch)
+            bucket = bucket_for(settings.context + settings.steps)
+            judge = Judge(geometry, sample, bucket, cfg.gpu.sms, costs, cfg.engine.ring.slots)
+            steps = ladder(cfg, run, judge)
+            rows = [_row(step, run, judge) for step in steps]
+            for row in rows:
+                run.append_row(row)
+            found += rows
+            print(f"\nbatch {batch}, simulated\n{ladder_table(rows)}", flush=True)
+            routed, regrets = robustness(steps, judge)
+            for row in regrets:
+                run.append_row(run.row(**row))
+            if routed:
+                print(f"\nmilliseconds by routing, and regret\n{regret_table(routed)}", flush=True)
+            if settings.rounds and torch.cuda.is_available():
+                simulated = {step.label: row.p50_ms or 0.0 for step, row in zip(steps, rows, strict=True)}
+                schedule_paired.compare(cfg, run, {s.label: s.config for s in steps}, simulated, batch)
+        draw_ladder(found, run.path / "ladder.png", f"{cfg.model.name}, {cfg.gpu.name}, simulated")
+        print(f"\nrun folder: {run.path}")
+    return 0
+
+
+def ladder(cfg: Config, run: RunFolder, judge: Judge) -> list[Step]:
+    """The steps for a batch; what the search found is stored in the run folder. Each one's program is verified."""
+    settings, batch = cfg.experiment, len(judge.sample.keys)
+    own = StoredSchedule.of(cfg)
+    steps = [
+        Step("round_robin", dataclasses.replace(own, waves=LAYER_WAVES, placement="round_robin").apply(cfg)),
+        Step("row_owner", dataclasses.replace(own, waves=LAYER_WAVES, placement="row_owner").apply(cfg)),
+        Step("configured", cfg),
+        Step("greedy", dataclasses.replace(cfg, schedule=dataclasses.replace(cfg.schedule, name="greedy"))),
+    ]
+    started = time.perf_counter()
+    with progress(f"searching, batch {batch}", 1 + settings.candidates + settings.local_steps) as told:
+        result = search(
+            own,
+            judge,
+            cfg.gpu.sms,
+            settings.candidates,
+            settings.local_steps,
+            settings.seed,
+            lambda simulated, best: told(simulated),
+        )
+    print(f"batch {batch}: {result.simulated} candidates in {time.perf_counter() - started:.0f} s", flush=True)
+    path = run.path / f"schedule_batch{batch}.yaml"
+    comment = (
+        f"{cfg.model.name}, batch {batch}, context {settings.context}, routing {cfg.routing.name}, {cfg.gpu.name}: "
+    )
+    result.schedule.save(path, f"{comment}{result.us / 1e3:.4f} ms simulated")
+    print(f"  stored: schedule=search schedule.path={path}", flush=True)
+    schedule = dataclasses.replace(cfg.schedule, name="search", path=str(path))
+    steps.append(Step("search", result.schedule.apply(dataclasses.replace(cfg, schedule=schedule))))
+    for step in steps:
+        verify(step.plan.lower(judge.geometry, batch, judge.bucket))
+    return steps
+
+
+def _row(step: Step, run: RunFolder, judge: Judge) -> Row:
+    """The step's simulated row, with its bounds."""
+    cfg, sample = step.config, judge.sample
+    arguments = (step.plan, judge.geometry, sample, judge.bucket, judge.costs, step.ring)
+    assert cfg.gpu.measured_tb_s is not None  # a card with costs was measured
+    least = bounds(*arguments, cfg.gpu.measured_tb_s)
+    experts = sum(sample.experts.values()) / max(1, len(sample.experts))
+    return run.row(
+        **_axes(step, sample),
+        routing=cfg.routing.name,
+        checks={"schedule_verified": True},
+        p50_ms=estimate(*arguments) / 1e3,
+        dependencies_ms=least.dependencies / 1e3,
+        zero_wait_ms=least.zero_wait / 1e3,
+        busiest_ms=least.busiest / 1e3,
+        bytes_ms=least.bytes / 1e3,
+        distinct_experts=experts,
+        bytes_per_step=step_bytes(judge.geometry, sample.keys, experts).total,
+        schedule_hash=step.plan.lower(judge.geometry, len(sample.keys), judge.bucket).schedule_hash,
+    )
+
+
+def _axes(step: Step, sample: Sample) -> dict[str, object]:
+    """What a simulated row says of its step."""
+    greedy = step.label == "greedy"
+    return {
+        "engine": "simulator",
+        "dtype": "bfloat16",
+        "clock": "simulated",
+        "batch": len(sample.keys),
+        "context": list(sample.keys),
+        "schedule": step.label if step.label in ("greedy", "search") else step.config.schedule.name,
+        "wave_order": "greedy" if greedy else " ".join(step.config.wave_order.waves),
+        "placement": "greedy" if greedy else step.config.placement.name,
+    }
+
+
+def routings(geometry: Geometry, rows: int, seed: int) -> dict[str, RoutingConfig]:
+    """Routings that a batch may meet, from the same experts for all rows to different ones."""
+    k, most = geometry.top_k, min(rows * geometry.top_k, geometry.experts)
+    return {
+        "uniform": RoutingConfig("uniform", seed=seed),
+        "correlated": RoutingConfig("correlated", seed=seed, distinct=(k + most) // 2),
+        "all_same": RoutingConfig("adversarial", pattern="all_same"),
+        "all_different": RoutingConfig("adversarial", pattern="all_different"),
+    }
+
+
+def robustness(steps: list[Step], judge: Judge) -> tuple[Mapping[str, dict[str, float]], list[dict[str, object]]]:
+    """Simulated milliseconds by routing and schedule, and the rows of it with each schedule's regret.
+
+    One sequence has the same number of experts whatever routes it: nothing then.
+    """
+    rows = len(judge.sample.keys)
+    if rows == 1 or not judge.geometry.sparse_layers:
+        return {}, []
+    table: dict[str, dict[str, float]] = {}
+    out: list[dict[str, object]] = []
+    for name, routing in routings(judge.geometry, rows, seed=1).items():
+        sample = Sample.draw(judge.geometry, routing, judge.sample.keys)
+        times = {
+            step.label: estimate(step.plan, judge.geometry, sample, judge.bucket, judge.costs, step.ring) / 1e3
+            for step in steps
+        }
+        table[name] = times
+        for step in steps:
+            regret = times[step.label] / min(times.values()) - 1
+            checks = {"schedule_verified": True}
+            out.append({**_axes(step, sample), "routing": name, "checks": checks, "p50_ms": times[step.label]})
+            out[-1] |= {"regret": regret, "distinct_experts": sum(sample.experts.values()) / len(sample.experts)}
+    return table, out
