@@ -89,6 +89,20 @@ class Row:
     bound: str | None = None  # zero_wait: not a decode, but what none can beat, with every wait for other SMs left out
     waves: int | None = None  # parts of a step that were compared with the interpreter's
     worst_of_tolerance: float | None = None  # largest difference, in units of what mk/parts/compare.py allows there
+    benchmark: str | None = None
+    benchmark_sha256: str | None = None  # of its data
+    score: float | None = None  # share that is right, 0..1, mean over runs; so are the next five
+    score_sd: float | None = None  # sample standard deviation over runs
+    scores: list[float] | None = None  # of each run
+    score_difference: float | None = None  # from another engine's, with its 95 % bootstrap interval
+    score_difference_low: float | None = None
+    score_difference_high: float | None = None
+    answers: int | None = None  # all runs together, as are the next three and wall_s
+    truncated: int | None = None  # answers that ended at the cap on their tokens
+    usage_prompt_tokens: int | None = None
+    usage_completion_tokens: int | None = None
+    wall_s: float | None = None  # from the first request to the last answer
+    requests_hash: str | None = None  # of all requests: equal where two engines were asked the same
     equal_tokens: int | None = None  # before the first difference from the oracle of `checks`, all rows together
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ from mk.errors import MkError
 from mk.model.opening import NANO
 
 SAMPLE = NANO / "held_out_sample.txt"
-_CONTEXT_LINES = 24  # before the one that is asked for
+_CONTEXT_LINES = 70  # before the one that is asked for: its file's habits are in there
 _LEAST_LENGTH = 8  # characters of a line that is asked for, without its indent
 
 

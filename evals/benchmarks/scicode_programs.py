@@ -2,7 +2,7 @@
 
 A test is Python text that asserts something about `target`. Where that is not known, it is what the ground truth gives
 for the expression that stands opposite to it: the other argument of a comparing function, the other side of ==; or, of
-a tuple, what stands opposite to each of target[0], target[1], ...
+a tuple, what stands opposite to each of target[0], target[1], ... A test that knows its own answer has no target.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def _mk_value(test, scope):
                 found[index] = eval(compile(_mk_ast.Expression(expression), "test", "eval"), scope)
         else:
             exec(compile(_mk_ast.Module([node], []), "test", "exec"), scope)
-    if not found:
+    if not found and "target" in test:
         raise ValueError("nothing stands opposite to target: " + test)
-    return found[None] if None in found else tuple(found[index] for index in sorted(found))
+    return found.get(None) if None in found or not found else tuple(found[index] for index in sorted(found))
 
 def _mk_index(node):
     # whether a node is target (None) or target[index]; False if neither

@@ -113,14 +113,14 @@ def open_sandbox(allow_missing: Sequence[str] = (), scratch: Path | None = None)
     Raises MkError for one that did not hold and is not in `allow_missing`, and where Python cannot start in it.
     """
     for name in allow_missing:
-        require_one_of("benchmark.sandbox.allow_missing", name, PROTECTIONS)
+        require_one_of("experiment.allow_missing", name, PROTECTIONS)
     sandbox, mechanisms = _with_what_there_is(scratch)
     report = SandboxReport(mechanisms, probe(sandbox))
     refused = [name for name in report.missing if name not in allow_missing]
     if refused:
         raise MkError(
             f"the sandbox lacks {', '.join(f'{name} ({PROTECTIONS[name]})' for name in refused)}",
-            hint=f"benchmark.sandbox.allow_missing=[{','.join(refused)}] runs a model's code without",
+            hint=f"experiment.allow_missing=[{','.join(refused)}] runs a model's code without",
         )
     return sandbox, report
 
