@@ -189,3 +189,17 @@ class Accuracy:
         for key in ("runs", "limit", "context"):
             require_at_least(f"experiment.{key}", getattr(self, key), 1)
         require_at_least("experiment.max_hours", self.max_hours, 0)
+
+
+@dataclass(slots=True)
+class Parity:
+    name: str
+    contexts: list[int]  # keys of each row at the first position that is compared
+    steps: int  # positions compared in each row
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_contexts("experiment.contexts", self.contexts)
+        if 0 in self.contexts:
+            raise MkError(f"experiment.contexts={self.contexts}: every row has at least 1 key")
+        require_at_least("experiment.steps", self.steps, 1)

@@ -103,6 +103,17 @@ class Row:
     usage_completion_tokens: int | None = None
     wall_s: float | None = None  # from the first request to the last answer
     requests_hash: str | None = None  # of all requests: equal where two engines were asked the same
+    positions: int | None = None  # teacher-forced, that the next figures are means over, or medians; in nats
+    kl: float | None = None  # of the float32 reference's distribution from the tested one
+    kl_bf16: float | None = None  # from the reference's in bfloat16: the noise floor, as for the others
+    kl_median: float | None = None
+    kl_median_bf16: float | None = None
+    top1_agreement: float | None = None  # share of positions with float32's likeliest token
+    top1_agreement_bf16: float | None = None
+    nll: float | None = None  # of the text's next token
+    nll_float32: float | None = None
+    nll_error: float | None = None  # |nll - float32's| of a position, median
+    nll_error_bf16: float | None = None
     equal_tokens: int | None = None  # before the first difference from the oracle of `checks`, all rows together
 
     def __post_init__(self) -> None:
