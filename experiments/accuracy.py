@@ -115,9 +115,11 @@ def _evaluate(
     try:
         with progress("ask", len(problems) * settings.runs) as done:
             answers = runner.run(problems, settings.runs, done)
-    except (MkError, KeyboardInterrupt) as error:
-        hint = f"experiment.resume={run.path} goes on from the {len(store)} samples that are there; there is no score"
-        raise MkError(str(error) or "interrupted", hint=hint) from error
+    except MkError as error:
+        raise MkError(f"{error}; there is no score", hint=_way_on(run, store)) from error
+    except KeyboardInterrupt:
+        print(f"hint: {_way_on(run, store)}")
+        raise
     wall_s = time.perf_counter() - started
     scores = grade(benchmark, answers, settings.runs, sandbox)
     result = summarise(benchmark, answers, scores, runner.requests, wall_s)
@@ -169,6 +171,10 @@ def _evaluate(
         print(f"{name.replace('_', ' ')}: {'yes' if passed else 'NO'}")
     print(f"run folder: {run.path}")
     return 0 if all(checks.values()) else 1
+
+
+def _way_on(run: RunFolder, store: SampleStore) -> str:
+    return f"experiment.resume={run.path} goes on from the {len(store)} samples that are there"
 
 
 def _dtype(cfg: Config, engine: str) -> str:
