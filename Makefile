@@ -9,7 +9,7 @@ VENV := .venv/bin/python
 ASKED := $(if $(filter-out file undefined default,$(origin TORCH) $(origin PIP_ARGS)),--asked)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run serve test test-agents soak lint sanitize clean
+.PHONY: help setup run serve test test-agents soak lint eval sanitize clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s%s\n", $$1, $$2}' Makefile
@@ -42,6 +42,11 @@ soak: setup ## 2,000 mixed requests against a server, a third of them broken off
 lint: setup ## ruff, and mypy on mk/
 	@$(VENV) -m ruff check .
 	@$(VENV) -m mypy
+
+eval: setup ## score a benchmark: make eval benchmark=nano_code [model=..] [base_url=..] [data_dir=..] [limit=..] [runs=..]
+	@$(VENV) run.py experiment=accuracy $(if $(benchmark),benchmark=$(benchmark)) \
+	$(if $(model),$(if $(wildcard configs/model/$(model).yaml),model=$(model),model.path=$(model))) \
+	$(foreach key,base_url data_dir limit runs,$(if $($(key)),experiment.$(key)=$($(key)))) $(ARGS)
 
 sanitize: setup ## memcheck and racecheck over the kernel, on a Hopper GPU
 	@$(VENV) run.py experiment=sanitize $(ARGS)

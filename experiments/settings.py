@@ -180,3 +180,39 @@ class KernelCorrectness:
 @dataclass(slots=True)
 class Serve:
     name: str  # what it serves, and how, is in the groups model, engine, prefill and server
+
+
+@dataclass(slots=True)
+class Accuracy:
+    name: str
+    runs: int
+    limit: int | None  # problems
+    data_dir: str
+    base_url: str | None  # of a server, which then answers in the configured engine's place
+    served_model: str
+    timeout_s: float  # of one answer of the server
+    context: int | None  # tokens that a row has room for
+    max_hours: float
+    allow_missing: list[str]  # names of evals/sandbox/probes.py
+    resume: str | None  # run folder whose samples are taken over
+    compare: str | None  # run folder whose score is subtracted
+    check: bool  # greedy samples with transformers' greedy decode
+
+    def __post_init__(self) -> None:
+        for key in ("runs", "limit", "context"):
+            require_at_least(f"experiment.{key}", getattr(self, key), 1)
+        require_at_least("experiment.max_hours", self.max_hours, 0)
+
+
+@dataclass(slots=True)
+class Parity:
+    name: str
+    contexts: list[int]  # keys of each row at the first position that is compared
+    steps: int  # positions compared in each row
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_contexts("experiment.contexts", self.contexts)
+        if 0 in self.contexts:
+            raise MkError(f"experiment.contexts={self.contexts}: every row has at least 1 key")
+        require_at_least("experiment.steps", self.steps, 1)

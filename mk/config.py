@@ -293,9 +293,23 @@ class SamplingConfig:
 
 @dataclass(slots=True)
 class BenchmarkConfig:
-    """Which quality benchmark is scored."""
+    """Which quality benchmark is scored, and where its data comes from."""
 
     name: str
+    file: str | None = None  # of data_dir, without .jsonl
+    hub: str | None = None  # data set id, where data_dir has no such file
+    subset: str | None = None  # of the hub's set
+    split: str | None = None
+    count: int | None = None  # rows that there must be; null: any number
+    sha256: str | None = None  # that they must have; null: whatever is there
+    max_tokens: int | None = None  # a request may decode, its reasoning included
+    code_s: float | None = None  # CPU seconds of a program's test
+
+    def __post_init__(self) -> None:
+        require_at_least("benchmark.max_tokens", self.max_tokens, 1)
+        require_at_least("benchmark.count", self.count, 1)
+        if self.name == "scicode":
+            require_one_of("benchmark.split", self.split or "", ("test", "dev"))
 
 
 @dataclass(slots=True)

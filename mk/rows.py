@@ -100,6 +100,31 @@ class Row:
     bound: str | None = None  # zero_wait: not a decode, but what none can beat, with every wait for other SMs left out
     waves: int | None = None  # parts of a step that were compared with the interpreter's
     worst_of_tolerance: float | None = None  # largest difference, in units of what mk/parts/compare.py allows there
+    benchmark: str | None = None
+    benchmark_sha256: str | None = None  # of its data
+    score: float | None = None  # share that is right, 0..1, mean over runs; so are the next five
+    score_sd: float | None = None  # sample standard deviation over runs
+    scores: list[float] | None = None  # of each run
+    score_difference: float | None = None  # from another engine's, with its 95 % bootstrap interval
+    score_difference_low: float | None = None
+    score_difference_high: float | None = None
+    answers: int | None = None  # all runs together, as are the next three and wall_s
+    truncated: int | None = None  # answers that ended at the cap on their tokens
+    usage_prompt_tokens: int | None = None
+    usage_completion_tokens: int | None = None
+    wall_s: float | None = None  # from the first request to the last answer
+    requests_hash: str | None = None  # of all requests: equal where two engines were asked the same
+    positions: int | None = None  # teacher-forced, that the next figures are means over, or medians; in nats
+    kl: float | None = None  # of the float32 reference's distribution from the tested one
+    kl_bf16: float | None = None  # from the reference's in bfloat16: the noise floor, as for the others
+    kl_median: float | None = None
+    kl_median_bf16: float | None = None
+    top1_agreement: float | None = None  # share of positions with float32's likeliest token
+    top1_agreement_bf16: float | None = None
+    nll: float | None = None  # of the text's next token
+    nll_float32: float | None = None
+    nll_error: float | None = None  # |nll - float32's| of a position, median
+    nll_error_bf16: float | None = None
     equal_tokens: int | None = None  # before the first difference from the oracle of `checks`, all rows together
 
     def __post_init__(self) -> None:

@@ -1,0 +1,185 @@
+"""Run a Python program that nobody has read, within limits, and say how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from mk.errors import MkError
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MAIN = "main.py"
+
+# What a run applies, if the kernel lets it: new namespaces, an unprivileged user, no_new_privs, Landlock, seccomp.
+APPLIED = ("namespaces", "user", "privileges", "files", "calls")
+
+# Everything the program's environment holds. One thread, because numerical libraries reserve memory for each.
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+_SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/zero")
+_PATIENCE_S = 10.0  # for the jail to start, and to end what it killed
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one run. `memory_mb` binds each process, so all together may hold `processes` times as much."""
+
+    wall_s: float = 10.0
+    cpu_s: int = 10  # of each process
+    memory_mb: int = 1024  # of address space
+    file_mb: int = 16  # of each file, and of each output stream
+    processes: int = 16  # threads count
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a program ended. `why`: ok (status 0), failed, timeout (wall or CPU), killed (by another signal)."""
+
+    why: str
+    code: int | None  # exit status; None where a signal ended it
+    stdout: str
+    stderr: str
+    wall_s: float
+
+    @property
+    def ok(self) -> bool:
+        return self.why == "ok"
+
+
+class RefusedError(MkError):
+    """The kernel refused a mechanism; `failed` has its reason by its name in `APPLIED`, or of `limits` or `start`."""
+
+    def __init__(self, failed: Mapping[str, str]) -> None:
+        super().__init__("sandbox: " + "; ".join(f"{name} is refused: {reason}" for name, reason in failed.items()))
+        self.failed = dict(failed)
+
+
+class Sandbox:
+    """Runs programs with every protection of `APPLIED` but those in `missing`. `open_sandbox` (probes.py) makes one."""
+
+    def __init__(self, missing: Collection[str] = (), scratch: Path | None = None) -> None:
+        self._skip = [name for name in APPLIED if name in missing]
+        self._scratch = scratch
+
+    def run(
+        self, program: str, stdin: str = "", limits: Limits | None = None, files: Mapping[str, bytes] | None = None
+    ) -> Outcome:
+        """Run a Python program with this interpreter, its packages, and `files` beside it.
+
+        Nothing of it is left when this returns. Raises MkError where a protection that should be there was refused, or
+        a process survives.
+        """
+        limits = limits or Limits()
+        with _fresh_folder(self._scratch) as folder, _streams(stdin) as (read, out, err):
+            (folder / MAIN).write_text(program)
+            for name, data in (files or {}).items():
+                (folder / name).write_bytes(data)
+            return self._run(folder, limits, read, out, err)
+
+    def _run(self, folder: Path, limits: Limits, stdin: IO[bytes], out: IO[bytes], err: IO[bytes]) -> Outcome:
+        reader, writer = os.pipe()
+        order = {
+            "argv": [sys.executable, "-I", "-B", MAIN],
+            "folder": str(folder),
+            "readable": [*_SYSTEM, sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent.parent)],
+            "limits": asdict(limits),
+            "wall_s": limits.wall_s,
+            "skip": self._skip,
+            "report": writer,
+        }
+        started = time.monotonic()
+        jail = subprocess.Popen(
+            [sys.executable, "-E", "-s", "-S", "-B", "-m", "evals.sandbox.jail", json.dumps(order)],
+            stdin=stdin,
+            stdout=out,
+            stderr=err,
+            cwd=ROOT,
+            env=ENVIRONMENT,
+            pass_fds=[writer],
+            start_new_session=True,
+        )
+        os.close(writer)
+        try:
+            jail.wait(limits.wall_s + _PATIENCE_S)
+        except subprocess.TimeoutExpired as error:
+            raise MkError("sandbox: the jail outlives its time limit") from error
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(jail.pid, signal.SIGKILL)
+            jail.wait()
+            with open(reader, "rb") as pipe:
+                report = _parse_report(pipe.read())
+        wall = time.monotonic() - started
+        stdout, stderr = (_text(stream, limits) for stream in (out, err))
+        if "failed" not in report:
+            raise MkError(f"sandbox: the jail did not start: {stderr.strip()[-300:]}")
+        if report["failed"]:
+            raise RefusedError(report["failed"])
+        return _outcome(report["ended"], report["late"], stdout, stderr, wall)
+
+
+def _outcome(ended: int, late: bool, stdout: str, stderr: str, wall: float) -> Outcome:
+    if late:
+        return Outcome("timeout", None, stdout, stderr, wall)
+    if 0 <= ended < 128:
+        return Outcome("ok" if ended == 0 else "failed", ended, stdout, stderr, wall)
+    cpu = ended - 128 in (signal.SIGXCPU, signal.SIGKILL)  # equal limits: the kernel may send either
+    return Outcome("timeout" if cpu else "killed", None, stdout, stderr, wall)
+
+
+def _parse_report(data: bytes) -> dict[str, Any]:
+    report: dict[str, Any] = {}
+    for line in data.splitlines():
+        report |= json.loads(line)
+    return report
+
+
+@contextlib.contextmanager
+def _fresh_folder(scratch: Path | None) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="mk-sandbox-", dir=scratch))
+    try:
+        yield folder
+    finally:
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """A program may make folders that their owner cannot read."""
+    for path, folders, _ in os.walk(folder):
+        for name in folders:
+            inner = os.path.join(path, name)
+            if not os.path.islink(inner):
+                os.chmod(inner, 0o700)
+    shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def _streams(stdin: str) -> Iterator[tuple[IO[bytes], IO[bytes], IO[bytes]]]:
+    """stdin, stdout and stderr as files without a name: the limit on file sizes bounds what is printed."""
+    with contextlib.ExitStack() as stack:
+        read, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+        read.write(stdin.encode())
+        read.seek(0)
+        yield read, out, err
+
+
+def _text(stream: IO[bytes], limits: Limits) -> str:
+    stream.seek(0)
+    return stream.read(limits.file_mb << 20).decode(errors="replace")
