@@ -51,6 +51,8 @@ def main(cfg: Config) -> int:
         raise MkError(f"partial_step leaves routing to the router, not to routing={cfg.routing.name}")
     source = open_weights(cfg, torch.device("cuda" if engine == "cuda" else "cpu"))
     g, keys = source.geometry, settings.contexts
+    if max(keys) > g.max_positions:
+        raise MkError(f"experiment.contexts={keys}: the model has {g.max_positions} positions")
     whole = Programs(g, len(keys), plan_for(cfg, engine)).get(bucket_for(max(keys)))
     try:
         earlier = before(whole, settings.start_at)

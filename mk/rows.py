@@ -46,7 +46,7 @@ class Row:
     env: dict[str, str]
 
     # optional figures; a field that does not apply is left out of the JSON
-    sampling: str | None = None  # temperature | top_p; left out where the likeliest token was taken
+    sampling: str | None = None  # temperature 1, top_k 40, ..; left out where the likeliest token was taken
     new_tokens: int | None = None  # decoded in each row
     prefill_s: float | None = None
     decode_s: float | None = None

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from mk.compose import to_yaml
-from mk.config import Config, config_hash
+from mk.config import Config, SamplingConfig, config_hash
 from mk.errors import MkError
 from mk.loggers import Logger, make_logger
 from mk.rows import SCHEMA, Row
@@ -83,7 +83,7 @@ class RunFolder:
             "schedule": cfg.schedule.name,
             "wave_order": cfg.wave_order.name,
             "placement": cfg.placement.name,
-            "sampling": cfg.sampling.name if cfg.sampling.temperature > 0 else None,
+            "sampling": _sampling(cfg.sampling),
             "commit": self.meta["commit"] + "-dirty" * self.meta["dirty"],
             "config_hash": self.meta["config_hash"],
             "build_hash": None,
@@ -173,3 +173,11 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "absent"
+
+
+def _sampling(sampling: SamplingConfig) -> str | None:
+    """The values that a row was sampled with, whatever option they were set on; None: the likeliest token."""
+    if sampling.temperature == 0:
+        return None
+    cuts = [f"top_k {sampling.top_k}"] * (sampling.top_k > 0) + [f"top_p {sampling.top_p:g}"] * (sampling.top_p < 1)
+    return ", ".join([f"temperature {sampling.temperature:g}", *cuts])

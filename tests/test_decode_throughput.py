@@ -181,7 +181,7 @@ def test_sampled_steps_are_timed_on_the_programs_that_draw(stand_in: FakeLibrary
     top_k = ["sampling=top_p", "sampling.top_k=20"]
     assert experiment.main(load_config([*RUN, *top_k, f"run_dir={tmp_path}/top_p"])) == 0
     greedy, drawn = (rows_of(tmp_path / name)[1] for name in ("greedy", "top_p"))
-    assert drawn.sampling == "top_p" and drawn.checks["drawn_as_twin"]
+    assert drawn.sampling == "temperature 1, top_k 20, top_p 0.95" and drawn.checks["drawn_as_twin"]
     assert drawn.schedule_hash != greedy.schedule_hash
 
 

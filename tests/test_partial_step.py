@@ -71,6 +71,7 @@ def test_a_wave_that_differs_fails_the_run(
         ("routing=uniform", "not to routing=uniform"),
         ("experiment.start_at=2.qkw", "^experiment.start_at=2.qkw: no such wave"),
         ("experiment.contexts=[0,0]", "every row is inactive"),
+        ("experiment.contexts=[99999999]", "the model has 65536 positions"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, override: str, message: str) -> None:
