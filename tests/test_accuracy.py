@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -268,6 +269,7 @@ def test_a_server_that_dies_gives_no_score_and_a_way_on(
     assert not (folder / "rows.jsonl").exists() and f"experiment.resume={folder}" in str(broken.value.hint)
     kept = len(read_samples(folder))
     assert kept == 3  # what came before the failure is not lost with it
+    time.sleep(0.5)  # requests of the run that was given up may still be on their way
     monkeypatch.setattr(Server, "limit", 100)
     monkeypatch.setattr(Server, "bodies", [])
     assert main(load_config([*served(tmp_path, server), f"experiment.resume={folder}"])) == 0
