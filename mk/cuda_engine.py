@@ -85,8 +85,7 @@ class CudaEngine:
         """weights: on the CPU, where PyTorch's prefill reads them; the device gets its own copy. seed: orders pages.
 
         products: packed or torch, of the prefill in Triton; None = the one in PyTorch. pages: of each pool; None = as
-        many as `rows` contexts need. Raises MkError for a device, a
-        library or a plan that does not fit.
+        many as `rows` contexts need. Raises MkError for a device, a library or a plan that does not fit.
         """
         self.geometry = g = weights.geometry
         self.rows, self.context = rows, context

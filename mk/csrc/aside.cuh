@@ -23,8 +23,7 @@ class Aside {
       work(s.aside);
       inject_delay(p, DELAY_SIGNAL, s.aside[W_TASK]);
       __syncwarp();
-      if (lane == 0 && s.aside[W_SIGNAL] != NONE)
-        signal_release(p.counters + static_cast<size_t>(s.aside[W_SIGNAL]) * COUNTER_STRIDE, s.aside[W_SIGNAL_VALUE]);
+      if (lane == 0) tell(p, s.aside);
       __syncwarp();  // all have read the descriptor before the next one replaces it
     }
     g.finish();

@@ -59,7 +59,7 @@ class Consumer {
   }
   DEVICE bool work(const int* d) {
     const int op = d[W_OPCODE], layer = d[W_LAYER];
-    const bool normed = op == OP_QKV || op == OP_ROUTER || op == OP_MOE_UP || op == OP_DENSE_UP || op == OP_LM_HEAD;
+    const bool normed = reads_normed(op);
     if (!(normed || op == OP_O_PROJ || op == OP_DENSE_DOWN || op == OP_MOE_DOWN || op == OP_MOE_DOWN_OWNED ||
           op == OP_ATTENTION))
       return true;  // the storer's alone

@@ -146,8 +146,9 @@ class Producer {
       }
   }
 
-  // One slot a lane from its own `src`, by the first `slots` lanes. At most `window_slots` are outstanding: bytes in flight queue ahead of the polls and
-  // small loads that carry the dependencies, so more of them than the latency needs makes every hand-off slower.
+  // One slot a lane from its own `src`, by the first `slots` lanes. At most `window_slots` are outstanding: bytes in
+  // flight queue ahead of the polls and small loads that carry the dependencies, so more of them than the latency needs
+  // makes every hand-off slower.
   DEVICE bool copy(const uint8_t* src, int slots) {
     bool ok = true;
     if (lane < slots) {

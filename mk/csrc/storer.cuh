@@ -26,8 +26,7 @@ class Storer {
       others(d);
       inject_delay(p, DELAY_SIGNAL, d[W_TASK]);
       __syncwarp();
-      if (at.lane == 0 && d[W_SIGNAL] != NONE)
-        signal_release(p.counters + static_cast<size_t>(d[W_SIGNAL]) * COUNTER_STRIDE, d[W_SIGNAL_VALUE]);
+      if (at.lane == 0) tell(p, d);
       if (at.lane == 0) {  // after the signal, which waits for every store before it
         trace_word(p, entries.count, T_STORING, opened);
         trace_word(p, entries.count, T_SIGNALLED, trace_clock());
@@ -42,10 +41,11 @@ class Storer {
   // ---- tiles from the consumers ----
   DEVICE bool products(const int* d) {
     const int op = d[W_OPCODE];
-    const bool normed = op == OP_QKV || op == OP_ROUTER || op == OP_MOE_UP || op == OP_DENSE_UP || op == OP_LM_HEAD;
+    const bool normed = reads_normed(op);
     const bool adds = op == OP_O_PROJ || op == OP_DENSE_DOWN || op == OP_MOE_DOWN_OWNED;
     if (op == OP_SHORTLIST || op == OP_DRAW) return offers_of(d);
-    if (op == OP_ATTENTION || op == OP_HISTOGRAM) return g.wait(&s.tile_full[tile_.index], tile_.lap) && (give_back(), true);
+    if (op == OP_ATTENTION || op == OP_HISTOGRAM)
+      return g.wait(&s.tile_full[tile_.index], tile_.lap) && (give_back(), true);
     if (!normed && !adds && op != OP_MOE_DOWN) return true;
     if (normed && d[W_LAYER] != norm_layer_) load_rstd(d[W_LAYER]);
 #pragma unroll 1

@@ -76,6 +76,16 @@ DEVICE bool counter_reached(const StepParams& p, int counter, uint32_t target, u
   return static_cast<int>(seen - target) >= 0;
 }
 
+// What a task tells others when all its lanes' stores are done; one lane does it for its warp.
+DEVICE void tell(const StepParams& p, const int* d) {
+  if (d[W_SIGNAL] != NONE)
+    signal_release(p.counters + static_cast<size_t>(d[W_SIGNAL]) * COUNTER_STRIDE, d[W_SIGNAL_VALUE]);
+}
+// Operations on a layer's normed input: the norm's weight multiplies it as it is loaded, 1 / rms the products.
+DEVICE bool reads_normed(int op) {
+  return op == OP_QKV || op == OP_ROUTER || op == OP_MOE_UP || op == OP_DENSE_UP || op == OP_LM_HEAD;
+}
+
 // All consumer warps meet here; none may stay away, not even one that gave up.
 DEVICE void consumers_meet() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 

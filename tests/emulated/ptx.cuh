@@ -229,6 +229,7 @@ using Barrier = uint64_t;
 inline void barrier_arrive(Barrier*, int = 1) {}
 inline bool barrier_try(Barrier*, uint32_t) { return true; }
 inline bool barrier_test(Barrier*, uint32_t) { return true; }
+inline void signal_release(uint32_t* p, uint32_t v) { *p += v; }
 template <class T>
 T load_acquire(const T* p) {
   return *p;
