@@ -57,6 +57,13 @@ def test_the_kernel_fits_an_sm_and_spills_nothing(libraries: dict[str, Library],
     assert library.open().mk_shared_bytes() <= 227 * 1024
 
 
+@pytest.mark.parametrize("most", [1, 64])
+def test_no_number_of_splits_spills(most: int) -> None:
+    """What merges a head's splits holds some of them at once, however many there are."""
+    library = build(GEOMETRIES["nano"], SplitPolicy(128, most))
+    assert (library.spill_bytes, library.stack_bytes) == (MAX_SPILL_BYTES, 0)
+
+
 def test_the_builds_for_tests_compile_too(libraries: dict[str, Library]) -> None:
     """Injected delays and a planted race; their names are those that csrc/ asks for."""
     text = (CSRC / "delay.cuh").read_text()

@@ -16,14 +16,17 @@ class Combine {
     float scale = 0.f;
 #pragma unroll 1
     for (int part = d[W_TILE], end = part + d[W_TILES]; part < end; ++part) {
-      float4 v[TOGETHER];
-      load(v, part);
-      if (part == d[W_TILE]) scale = share();  // whose loads come with the same trip to L2
       float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+      for (int at = lane / DIM_LANES; at < WEIGHTS; at += TOGETHER * APART) {
+        float4 v[TOGETHER];
+        load(v, part, at);
+        if (part == d[W_TILE] && at < APART) scale = share();  // whose loads come with the same trip to L2
 #pragma unroll
-      for (int i = 0; i < TOGETHER; ++i) {
-        const float w = s.split_weight[i * APART + lane / DIM_LANES];
-        sum.x += w * v[i].x, sum.y += w * v[i].y, sum.z += w * v[i].z, sum.w += w * v[i].w;
+        for (int i = 0; i < TOGETHER; ++i) {
+          const float w = s.split_weight[at + i * APART];
+          sum.x += w * v[i].x, sum.y += w * v[i].y, sum.z += w * v[i].z, sum.w += w * v[i].w;
+        }
       }
 #pragma unroll
       for (int x = DIM_LANES; x < 32; x *= 2) {
@@ -38,22 +41,26 @@ class Combine {
 
  private:
   static constexpr int DIM_LANES = 8, APART = 32 / DIM_LANES;  // lanes of 32 dims; splits side by side
-  static constexpr int TOGETHER = (SPLIT_STRIDE + APART - 1) / APART;
-  static_assert(TOGETHER * APART <= MAX_STRIDE, "room for the weights");
+  static constexpr int A_LANE = (SPLIT_STRIDE + APART - 1) / APART;  // splits that a lane adds up
+  static constexpr int ROUNDS = A_LANE <= 9 ? 1 : (A_LANE + 5) / 6;  // of loads that fit the warp's registers
+  static constexpr int TOGETHER = (A_LANE + ROUNDS - 1) / ROUNDS;
+  static constexpr int WEIGHTS = ROUNDS * TOGETHER * APART;
+  static_assert(WEIGHTS <= MAX_STRIDE, "room for the weights");
 
-  DEVICE void load(float4 (&v)[TOGETHER], int part) const {
-    const float* from = p.partial_o + (static_cast<size_t>(first + lane / DIM_LANES) * GROUP + d[W_HEAD] % GROUP) * 128 +
+  // Splits at, at + APART, ... of 32 dims.
+  DEVICE void load(float4 (&v)[TOGETHER], int part, int at) const {
+    const float* from = p.partial_o + (static_cast<size_t>(first + at) * GROUP + d[W_HEAD] % GROUP) * 128 +
                         part * 32 + lane % DIM_LANES * 4;
 #pragma unroll
     for (int i = 0; i < TOGETHER; ++i)
-      v[i] = i * APART + lane / DIM_LANES < splits ? load_l2(reinterpret_cast<const float4*>(from + i * APART * GROUP * 128))
-                                                   : make_float4(0.f, 0.f, 0.f, 0.f);
+      v[i] = at + i * APART < splits ? load_l2(reinterpret_cast<const float4*>(from + i * APART * GROUP * 128))
+                                     : make_float4(0.f, 0.f, 0.f, 0.f);
   }
 
   // Each split's share of the softmax, 2^(m - max m), to shared memory; returns 1 over the sum of share x split's sum.
   // An inactive row attends to nothing: 0.
   DEVICE float share() {
-    constexpr int PER_LANE = (TOGETHER * APART + 31) / 32;
+    constexpr int PER_LANE = (WEIGHTS + 31) / 32;
     float m[PER_LANE], mass[PER_LANE], top = -INFINITY, sum = 0.f;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
@@ -68,7 +75,7 @@ class Combine {
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
       const float w = lane + i * 32 < splits ? exp2f(m[i] - top) : 0.f;
-      if (lane + i * 32 < TOGETHER * APART) s.split_weight[lane + i * 32] = w;
+      if (lane + i * 32 < WEIGHTS) s.split_weight[lane + i * 32] = w;
       sum += w * mass[i];
     }
 #pragma unroll
