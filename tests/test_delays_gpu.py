@@ -41,8 +41,8 @@ def oracle() -> Oracle:
     return consult(source, tokens, torch.device("cuda"))
 
 
-def program(runtime: Runtime, order: str, placement: str, stealing: bool) -> Program:
-    n_sm = runtime.facts.sms
+def program(runtime: Runtime, order: str, placement: str, stealing: bool, n_sm: int = 0) -> Program:
+    n_sm = n_sm or runtime.facts.sms
     claimers = n_sm if stealing else 0
     plan = Plan(n_sm, WAVE_ORDERS[order], placement, claimers, claimers, splits=SPLITS)
     return Programs(runtime.geometry, len(STARTS), plan).get(BUCKET)
@@ -82,10 +82,10 @@ def test_delays_change_no_bit(
 def test_a_slow_sm_takes_fewer_tiles_when_others_may_take_them(
     runtime: Runtime, oracle: Oracle, base: torch.Tensor
 ) -> None:
-    """At the same bits; a static list gives it as many as before."""
+    """At the same bits; a static list gives it as many as before. On 8 SMs, so that each has several tiles a phase."""
     slow, taken = 3, {}
     for stealing in (False, True):
-        loaded = program(runtime, "default", "row_owner", stealing)
+        loaded = program(runtime, "default", "row_owner", stealing, n_sm=8)
         for ns in (0, 20_000):
             runtime.inject_delays(slow_sm=slow, slow_ns=ns)
             runtime["tiles_taken"].zero_()
