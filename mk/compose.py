@@ -70,7 +70,7 @@ def vary(config: Config, overrides: Sequence[str]) -> Config:
         for override in _parse(overrides):
             key, value = override.get_key_element(), override.value()
             if key in GROUPS:
-                value = OmegaConf.structured(getattr(load_config([f"{key}={value}"]), key))
+                value = _compose([f"{key}={value}"])[key]  # unresolved: it may take values from other groups
             elif OmegaConf.is_missing(tree, key) or OmegaConf.select(tree, key, default=_ABSENT) is _ABSENT:
                 raise MkError(f"{key} is no key of the configuration", hint="python run.py --cfg job lists them")
             OmegaConf.update(tree, key, value, merge=False)
