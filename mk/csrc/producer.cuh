@@ -54,33 +54,33 @@ class Producer {
 
   // ---- weights ----
   DEVICE bool stream_weights(const int* d) {
-    const int op = d[W_OPCODE], tiles = d[W_TILES], k_slots = d[W_K_SLOTS];
+    const int op = d[W_OPCODE], k_slots = d[W_K_SLOTS];
     const bool line = op == OP_QKV || op == OP_O_PROJ || op == OP_DENSE_UP || op == OP_DENSE_DOWN || op == OP_LM_HEAD;
     if (!line && op != OP_ROUTER && op != OP_MOE_UP && op != OP_MOE_DOWN && op != OP_MOE_DOWN_OWNED) return true;
-    const int total = tiles * k_slots * (op == OP_MOE_DOWN_OWNED ? s.route[d[W_LAYER] & 1].n_active : 1);
-    const int start = d[W_WEIGHT] + (line ? d[W_TILE] * d[W_STRIP_PITCH] : 0);
+    const Route& route = s.route[d[W_LAYER] & 1];
+    const bool owned = op == OP_MOE_DOWN_OWNED, routed = owned || op == OP_MOE_UP || op == OP_MOE_DOWN;
+    const int experts = routed ? d[W_EXPERT_PITCH] : 0, pitch = d[W_STRIP_PITCH], active = route.n_active;
+    const int strips = op == OP_MOE_UP ? UP_STRIPS : op == OP_MOE_DOWN ? HIDDEN_STRIPS : 1 << 30;
+    const int total = d[W_TILES] * k_slots * (owned ? active : 1);
+    const int start = d[W_WEIGHT] + (line ? d[W_TILE] * pitch : 0) + (op == OP_ROUTER ? d[W_K_SLOT] : 0);
+    // this lane's slot: of which active expert, which of its strips, and how far into that
+    int rank = 0, strip = line ? 0 : d[W_TILE], k = lane;
+    if (routed && !owned) rank = strip / strips, strip %= strips;
 #pragma unroll 1
-    for (int i = 0; i < total; i += LANES) {
-      const int slot = start + (line ? i + lane : scattered(d, op, i + lane));
-      if (!copy(p.slots + static_cast<size_t>(slot) * SLOT_BYTES, min(total - i, LANES))) return false;
+    for (int i = 0; i < total; i += LANES, k += LANES) {
+      if (!line) {
+#pragma unroll 1
+        for (; k >= k_slots; k -= k_slots) {
+          // owned strips take every expert's share one after the other, other tasks an expert's strips
+          if (owned && ++rank == active) rank = 0, ++strip;
+          if (!owned && ++strip == strips) strip = 0, ++rank;
+        }
+      }
+      const int expert = routed ? route.active[min(rank, EXPERTS - 1)] * experts : 0;
+      if (!copy(p.slots + static_cast<size_t>(start + expert + strip * pitch + k) * SLOT_BYTES, min(total - i, LANES)))
+        return false;
     }
     return true;
-  }
-  // The i-th slot of a task whose strips are no neighbours, counted from W_WEIGHT; any slot where there is none.
-  DEVICE int scattered(const int* d, int op, int i) const {
-    const Route& route = s.route[d[W_LAYER] & 1];
-    const int tile = d[W_TILE], pitch = d[W_STRIP_PITCH];
-    if (op == OP_ROUTER) return (tile + i / d[W_K_SLOTS]) * pitch + d[W_K_SLOT] + i % d[W_K_SLOTS];
-    int rank, strip;
-    if (op == OP_MOE_DOWN_OWNED) {  // strip after strip, every active expert's
-      rank = i / FFN_SLOTS, strip = tile;
-      for (; rank >= route.n_active; rank -= route.n_active) ++strip;
-    } else {
-      const int strips = op == OP_MOE_UP ? UP_STRIPS : HIDDEN_STRIPS;
-      const int flat = tile + i / (op == OP_MOE_UP ? HIDDEN_SLOTS : FFN_SLOTS);
-      rank = min(flat / strips, EXPERTS - 1), strip = flat % strips;
-    }
-    return route.active[rank] * d[W_EXPERT_PITCH] + strip * pitch + i % (op == OP_MOE_UP ? HIDDEN_SLOTS : FFN_SLOTS);
   }
 
   // Weights that a later task will stream are brought to L2, at the pace of memory, until the next task can be streamed.
@@ -152,13 +152,13 @@ class Producer {
   DEVICE bool copy(const uint8_t* src, int slots) {
     bool ok = true;
     if (lane < slots) {
-      ok = g.wait(&s.ring_empty[at_.index], at_.lap ^ 1, SPENT_RING_FULL) &&
-           g.wait(&s.ring_full[landed_.index], landed_.lap, SPENT_WINDOW);
+      ok = g.wait(&s.ring_empty[at_.index], at_.lap ^ 1, SPENT_RING_FULL);
       if (ok) {
         fence_async_shared();
         barrier_expect(&s.ring_full[at_.index], SLOT_BYTES);
-        bulk_copy(s.ring[at_.index], src, SLOT_BYTES, &s.ring_full[at_.index]);
+        ok = g.wait(&s.ring_full[landed_.index], landed_.lap, SPENT_WINDOW);  // last: nothing but the copy follows
       }
+      if (ok) bulk_copy(s.ring[at_.index], src, SLOT_BYTES, &s.ring_full[at_.index]);
     }
     at_.skip(slots), landed_.skip(slots);
     return __all_sync(MASK, ok);
