@@ -74,7 +74,7 @@ class Consumer {
     if (op == OP_MOE_DOWN) return down_tiles(p, s, st, d);
     bool ok;
     if (op == OP_MOE_DOWN_OWNED)
-      ok = down_owned(p, s, st, d);
+      ok = g.wait(&s.route_weighed, s.route[layer & 1].lap) && down_owned(p, s, st, d);
     else
       ok = op == OP_O_PROJ ? product<Q_SLOTS>(d, p.attn_out) : product<DENSE_SLOTS>(d, p.dense_hidden);
     forget();  // also where the step is given up: otherwise registers spill

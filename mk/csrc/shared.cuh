@@ -30,6 +30,7 @@ struct Route {
   uint8_t rows[128];            // bit n: row n goes to this expert
   uint8_t active[128];          // routed experts, ascending id
   int n_active;
+  uint32_t lap;  // of route_weighed, when the weights are there
 };
 
 struct Shared {
@@ -56,9 +57,11 @@ struct Shared {
   int planted;
 #endif
   Barrier ring_full[RING_SLOTS], ring_empty[RING_SLOTS];
-  Barrier chunk_full[2], route_ready;
+  Barrier chunk_full[2];
+  Barrier route_ready;  // top-k's list of experts
   Barrier entry_full[ENTRIES], entry_empty[ENTRIES], entry_go[ENTRIES];
   Barrier tile_full[TILES_RING], tile_empty[TILES_RING];
+  Barrier route_weighed;  // and their weights
   Barrier finished;  // consumer warps, producer, storer and the warp aside, at their ends
 };
 

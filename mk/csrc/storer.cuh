@@ -96,7 +96,7 @@ class Storer {
     const Place at(hidden(this->at.lane));  // no address of these is worth a register all through the step
     switch (d[W_OPCODE]) {
       case OP_EMBED: return embed(p, s, at, d);
-      case OP_TOPK: return TopK(p, s, d, at.lane).run(replaced_);
+      case OP_TOPK: return TopK(p, s, d, at.lane).run(replaced_, topks_++ & 1);
       case OP_MOE_COMBINE: return moe_combine(p, s, at, d);
       case OP_RESIDUAL: return residual(p, s, at, d);
       case OP_ROUTE_SETUP: return clear_idle_queues(d);
@@ -152,4 +152,5 @@ class Storer {
   float rstd_[2] = {0.f, 0.f};
   Candidates candidates;
   ReplacedIds replaced_;
+  uint32_t topks_ = 0;  // of this SM so far
 };

@@ -36,7 +36,7 @@ AFTER = {  # what a wave of a layer may not precede
     "oproj": ("attn_combine",),
     "rmsnorm": ("oproj", "moe_down", "moe_combine"),
 }
-SPLITS = ((128, 16), (128, 32), (128, 64), (256, 32))  # (split_keys, max_splits)
+SPLITS = ((128, 16), (128, 33), (128, 64), (256, 33))  # (split_keys, max_splits)
 CLAIMERS = (0, 0, 0, 1, 2, 4)  # the share of all SMs, in quarters; most candidates are static
 
 
