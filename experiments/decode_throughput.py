@@ -19,7 +19,7 @@ from experiments.device_weights import HeldWeights, hold_weights
 from experiments.forced_routing import distinct_experts, forced_ids
 from experiments.kernel_checks import Outcome, fill, run_checks
 from experiments.opening import make_runtime
-from mk.build import ZERO_WAIT_DEFINE, Library, build
+from mk.build import RING_SLOTS, ZERO_WAIT_DEFINE, Library, build_for
 from mk.config import Config
 from mk.device import DeviceFacts
 from mk.errors import MkError
@@ -32,7 +32,7 @@ from mk.runs import RunFolder
 from mk.runtime import Runtime
 from mk.sampling import SamplingParams, sample_row
 from mk.schedule.lower import Program
-from mk.step_params import MAX_ROWS, MAX_WINDOW, MIN_WINDOW
+from mk.step_params import MAX_ROWS, MIN_WINDOW, UNSAFE_SLOTS
 from mk.trace import TRACE_DEFINE, StepTrace, causes_table, records_of
 
 KV_STD = 0.01
@@ -67,7 +67,7 @@ def run(cfg: Config) -> list[Row]:
     held = hold_weights(cfg, DEVICE)
     source = held.source
     geometry, plan = source.geometry, Plan.from_config(cfg)
-    library = build(geometry, plan.splits)
+    library = build_for(cfg, geometry, plan.splits)
     print(
         f"library {library.build_hash}: {library.registers} registers, {library.spill_bytes} bytes spilled", flush=True
     )
@@ -132,10 +132,9 @@ def check(cfg: Config) -> None:
 
 def _check_settings(cfg: Config) -> None:
     s, ring = cfg.experiment, cfg.engine.ring
-    engine = cfg.engine.name
+    engine, most = cfg.engine.name, ring.slots - UNSAFE_SLOTS
     cases: list[tuple[bool, str, str | None]] = [
         (engine in ("auto", "cuda"), f"decode_throughput times the kernel, not engine={engine}", "engine=cuda"),
-        (cfg.routing.name != "oracle", "routing=oracle: the kernel makes ids in top-k only", "routing=uniform"),
         (bool(s.batches), "experiment.batches is empty", "experiment.batches=[1]"),
         (all(1 <= b <= MAX_ROWS for b in s.batches), f"experiment.batches={s.batches} must lie in 1..{MAX_ROWS}", None),
         (s.steps >= 1, f"experiment.steps={s.steps} must be at least 1", None),
@@ -151,8 +150,13 @@ def _check_settings(cfg: Config) -> None:
             "fewer steps, or a longer context",
         ),
         (
-            MIN_WINDOW * SLOT_KB <= ring.window_kb <= MAX_WINDOW * SLOT_KB,
-            f"engine.ring.window_kb={ring.window_kb}: the kernel takes {MIN_WINDOW * SLOT_KB}..{MAX_WINDOW * SLOT_KB}",
+            MIN_WINDOW <= most <= RING_SLOTS - UNSAFE_SLOTS,
+            f"engine.ring.slots={ring.slots}: the kernel takes {MIN_WINDOW + UNSAFE_SLOTS}..{RING_SLOTS}",
+            None,
+        ),
+        (
+            MIN_WINDOW * SLOT_KB <= ring.window_kb <= most * SLOT_KB,
+            f"engine.ring.window_kb={ring.window_kb}: the kernel takes {MIN_WINDOW * SLOT_KB}..{most * SLOT_KB}",
             None,
         ),
     ]
@@ -244,7 +248,7 @@ def _bounds(
 ) -> list[Row]:
     """A row a batch of the build that waits for no other SM."""
     settings, some = cfg.experiment, programs[1].shape
-    library = build(some.geometry, some.splits, defines=(ZERO_WAIT_DEFINE,))
+    library = build_for(cfg, some.geometry, some.splits, ZERO_WAIT_DEFINE)
     runtime = _runtime(cfg, library, weights)
     rows = []
     print("without a wait for any other SM, a bound:", flush=True)
@@ -260,7 +264,7 @@ def _bounds(
 
 def _trace(cfg: Config, run: RunFolder, weights: PackedWeights, program: Program, forced: Tensor | None) -> None:
     """A few steps of a trace build: its own p50, the causes as a table, and the last step as a timeline."""
-    library = build(program.shape.geometry, program.shape.splits, defines=(TRACE_DEFINE,))
+    library = build_for(cfg, program.shape.geometry, program.shape.splits, TRACE_DEFINE)
     runtime = _runtime(cfg, library, weights, records_of(program))
     settings, rows = cfg.experiment, program.shape.rows
     steps = min(settings.steps, 32)

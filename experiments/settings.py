@@ -77,7 +77,7 @@ class WaveOrderAblation(DecodeThroughput):
 
 
 @dataclass(slots=True)
-class WindowAblation(WaveOrderAblation):
+class KernelAblation(WaveOrderAblation):
     pass
 
 

@@ -79,7 +79,8 @@ def test_the_oracle_is_the_reference_and_bfloat16_is_near() -> None:
     ("overrides", "message"),
     [
         (["engine=interpreter"], "not engine=interpreter"),
-        (["routing=oracle"], "routing=oracle"),
+        (["engine.ring.slots=17"], "engine.ring.slots=17: the kernel takes 18..22"),
+        (["engine.ring.slots=18"], "engine.ring.window_kb=64: the kernel takes 32..32"),
         (["experiment.batches=[]"], "experiment.batches is empty"),
         (["experiment.batches=[1,9]"], "must lie in 1..8"),
         (["experiment.steps=0"], "experiment.steps=0"),
@@ -134,7 +135,7 @@ def stand_in(fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> FakeL
 
     made = opening.Runtime
     monkeypatch.setattr(opening, "Runtime", runtime)
-    monkeypatch.setattr(experiment, "build", fake_build)
+    monkeypatch.setattr("mk.build.build", fake_build)
     monkeypatch.setattr(device_weights, "consult", oracle)
     monkeypatch.setattr(device_weights, "_held", None)
     monkeypatch.setattr(experiment, "DEVICE", torch.device("cpu"))
@@ -167,13 +168,13 @@ def test_a_bound_is_labelled_and_claims_no_check(
 ) -> None:
     defines = []
     monkeypatch.setattr(
-        experiment, "build", lambda *args, **more: defines.append(more.get("defines")) or fake_build(*args, **more)
+        "mk.build.build", lambda *args, **more: defines.append(more.get("defines")) or fake_build(*args, **more)
     )
     assert experiment.main(load_config([*RUN, "experiment.zero_wait=true", f"run_dir={tmp_path}"])) == 0
     rows = rows_of(tmp_path)
     assert [(row.batch, row.bound) for row in rows] == [(1, None), (2, None), (1, "zero_wait"), (2, "zero_wait")]
     assert rows[2].checks == {"schedule_verified": True} and rows[2].logits_error is None
-    assert rows[2].bytes_per_step == rows[0].bytes_per_step and defines == [None, ("MK_ZERO_WAIT",)]
+    assert rows[2].bytes_per_step == rows[0].bytes_per_step and defines == [(), ("MK_ZERO_WAIT",)]
 
 
 def test_sampled_steps_are_timed_on_the_programs_that_draw(stand_in: FakeLibrary, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@
 class Consumer {
  public:
   DEVICE Consumer(const StepParams& params, Shared& shared)
-      : p(params), s(shared), g(params, shared, ROLE_CONSUMER), entries(shared, g), st(shared, g) {}
+      : p(params), s(shared), g(params, shared, ROLE_CONSUMER), entries(params, shared, g), st(shared, g) {}
 
   DEVICE void run() {
     if (!layers() || !ending()) entries.report();

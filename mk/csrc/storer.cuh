@@ -12,13 +12,18 @@
 class Storer {
  public:
   DEVICE Storer(const StepParams& params, Shared& shared)
-      : p(params), s(shared), g(params, shared, ROLE_STORER), entries(shared, g), at(threadIdx.x % 32) {}
+      : p(params), s(shared), g(params, shared, ROLE_STORER), entries(params, shared, g), at(threadIdx.x % 32) {}
 
   DEVICE void run() {
     bool ok;
     while ((ok = entries.next()) && entries.words[W_OPCODE] != OP_END) {
       const int* d = entries.words;
-      if (d[W_OPCODE] == OP_TOPK) replaced_ = ReplacedIds(p, d[W_LAYER], at.lane);
+      if (d[W_OPCODE] == OP_TOPK) {
+        replaced_ = ReplacedIds(p, d[W_LAYER], at.lane);
+#ifdef MK_ORACLE
+        TopK(p, s, d, at.lane).foresee(replaced_, topks_ & 1);
+#endif
+      }
       // opened: an entry may only store and signal after its waits, also when it has nothing to do
       if (!(ok = entries.opened())) break;
       const uint32_t opened = trace_clock();

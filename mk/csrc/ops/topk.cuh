@@ -68,10 +68,11 @@ class TopK {
         rows |= (mine >> j & 1) << (8 * j + row);
       }
     }
-    list(rows);
-    if (lane == 0) route.lap = lap;
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&s.route_ready);
+#ifdef MK_ORACLE
+    if (!all_named(replaced)) announce(rows, lap);
+#else
+    announce(rows, lap);
+#endif
     for (; rows; rows &= rows - 1) {  // from the logits that this lane put there
       const int bit = __ffs(rows) - 1;
       float& weight = route.weight[lane * 4 + bit / 8][bit % 8];
@@ -81,7 +82,36 @@ class TopK {
     if (lane == 0) barrier_arrive(&s.route_weighed);
   }
 
+#ifdef MK_ORACLE
+  // What an ablation prices: ids that are known before the logits are.
+  DEVICE void foresee(const ReplacedIds& replaced, uint32_t lap) {
+    if (!all_named(replaced)) return;
+    uint32_t rows = 0;
+#pragma unroll 1
+    for (int row = 0; row < p.rows; ++row) {
+      const uint32_t mine = s.keys[row] ? named(row, replaced, nullptr) : 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) rows |= (mine >> j & 1) << (8 * j + row);
+    }
+    announce(rows, lap);
+  }
+#endif
+
  private:
+#ifdef MK_ORACLE
+  DEVICE bool all_named(const ReplacedIds& replaced) const {
+    bool all = true;
+#pragma unroll 1
+    for (int row = 0; row < p.rows; ++row) all &= s.keys[row] == 0 || replaced.of(row, 0) != NONE;
+    return all;
+  }
+#endif
+  DEVICE void announce(uint32_t rows, uint32_t lap) {
+    list(rows);
+    if (lane == 0) route.lap = lap;
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&s.route_ready);
+  }
   DEVICE void load(float4 (&parts)[HIDDEN_SLOTS], int row) const {
 #pragma unroll
     for (int k = 0; k < HIDDEN_SLOTS; ++k)
