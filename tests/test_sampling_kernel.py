@@ -15,7 +15,7 @@ from mk.sampling import NO_TOKEN, SamplingParams, sample_row
 from mk.schedule.lower import Program
 from mk.shortlist import BINS, Row
 from mk.step_params import HOST_STEP, ROW_SAMPLING, StepParams, pack_sampling
-from tests.emulated_sampler import Sampler, compile_sampler, pointer
+from tests.emulated_kernel import Sampler, compile_emulated, pointer
 from tests.test_shortlist import PARAMS, adversarial
 from tests.tiny_model import tiny_geometry
 
@@ -27,7 +27,7 @@ GREEDY = SamplingParams()
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return compile_sampler(GEOMETRY, tmp_path_factory.mktemp("sampler"))
+    return compile_emulated("sampling", GEOMETRY, tmp_path_factory.mktemp("sampler"))
 
 
 def program(rows: int, n_sm: int = 5, placement: str = "row_owner", draws: bool = True) -> Program:

@@ -13,6 +13,7 @@ class Consumer {
 
   DEVICE void run() {
     if (!layers() || !ending()) entries.report();
+    consumers_leave();
     g.finish();
   }
 

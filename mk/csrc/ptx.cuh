@@ -56,6 +56,18 @@ DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.clu
 
 // ---- bulk copies ------------------------------------------------------------------------------------------------
 
+// The first THREADS threads of the block meet; whether all of them came with `vote`.
+template <int THREADS>
+DEVICE bool block_meets(bool vote) {
+  uint32_t all;
+  asm volatile(
+      "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; barrier.cta.red.and.pred q, 1, %2, p; selp.u32 %0, 1, 0, q; }"
+      : "=r"(all)
+      : "r"(static_cast<uint32_t>(vote)), "n"(THREADS)
+      : "memory");
+  return all;
+}
+
 // Generic-proxy accesses of this CTA's shared memory before, async-proxy accesses after.
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -106,7 +106,13 @@ DEVICE bool reads_normed(int op) {
 }
 
 // All consumer warps meet here; none may stay away, not even one that gave up.
-DEVICE void consumers_meet() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+DEVICE void consumers_meet() { block_meets<CONSUMERS * 32>(false); }
+// At the end of a warp's work. Others may still be on their way to meetings, as when the step was given up while they
+// were at a later entry than this warp: it comes to those meetings too, until all are leaving.
+DEVICE void consumers_leave() {
+  while (!block_meets<CONSUMERS * 32>(true)) {
+  }
+}
 
 // The task ring as one of its readers sees it: entries in order, each released when done with.
 class EntryReader {

@@ -118,7 +118,12 @@ inline void run_block(int threads, std::function<void()> body) {
 inline const uint64_t* meet_warp(uint64_t value) {
   return block->meet(block->warps[threadIdx.x / 32], threadIdx.x % 32, value);
 }
-inline void meet_block() { block->meet(block->all, threadIdx.x, 0); }
+template <int>
+bool block_meets(bool vote) {
+  if (vote) std::abort();  // nobody leaves: what is emulated is a part of the step
+  block->meet(block->all, threadIdx.x, 0);
+  return false;
+}
 
 template <class T>
 T of_lane(T v, unsigned lane) {
@@ -163,6 +168,12 @@ inline uint32_t __reduce_min_sync(unsigned, uint32_t v) {
 inline uint32_t __reduce_max_sync(unsigned, uint32_t v) {
   const uint64_t* values = meet_warp(v);
   return static_cast<uint32_t>(*std::max_element(values, values + 32));
+}
+inline uint32_t __reduce_or_sync(unsigned, uint32_t v) {
+  const uint64_t* values = meet_warp(v);
+  uint32_t bits = 0;
+  for (int lane = 0; lane < 32; ++lane) bits |= static_cast<uint32_t>(values[lane]);
+  return bits;
 }
 inline void __syncwarp() { meet_warp(0); }
 

@@ -8,34 +8,34 @@ DEVICE uint32_t logit_key(float v) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Ids that replace the router's choice in some routing modes, [row][rank] over the lanes; NONE where they do not.
-// Loaded before the wait, into registers that nothing but top-k reads: the ids still come into being after the logits
+// Ids that replace the router's choice in some routing modes, as each lane's part of them: lane l holds experts 4l ..
+// 4l+3. Made before the wait, in registers that nothing but top-k reads: the ids still come into being after the logits
 // are complete, without a cold load in the way.
 class ReplacedIds {
  public:
   DEVICE ReplacedIds() = default;
   DEVICE ReplacedIds(const StepParams& p, int layer, int lane) {
+    if (!p.forced_ids) return;
+#pragma unroll 1
+    for (int row = 0; row < p.rows; ++row) {
+      const bool here = lane < TOP_K;
+      const int id = here ? p.forced_ids[(layer * MAX_ROWS + row) * TOP_K + lane] : NONE;
+      if (__shfl_sync(~0u, id, 0) == NONE) continue;
+      const bool exists = id >= 0 && id < EXPERTS;
+      named_ |= 1u << row, bad_ |= __any_sync(~0u, here && !exists) << row;
 #pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) {
-      int at = lane + i * 32;
-      id[i] = p.forced_ids && at < MAX_ROWS * TOP_K ? p.forced_ids[layer * MAX_ROWS * TOP_K + at] : NONE;
+      for (int word = 0; word < 4; ++word) {  // experts 32 word .. + 31
+        const uint32_t some = __reduce_or_sync(~0u, exists && id / 32 == word ? 1u << id % 32 : 0);
+        if (lane / 8 == word) mine_ |= (some >> lane % 8 * 4 & 15) << row * 4;
+      }
     }
   }
-  // Lanes may ask for different ranks.
-  DEVICE int of(int row, int rank) const {
-    const int at = row * TOP_K + rank;
-    int found = NONE;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) {
-      const int held = __shfl_sync(~0u, id[i], at % 32);
-      if (at / 32 == i) found = held;
-    }
-    return found;
-  }
+  DEVICE bool names(int row) const { return named_ >> row & 1; }
+  DEVICE bool bad(int row) const { return bad_ >> row & 1; }  // an id that no expert has
+  DEVICE uint32_t mine(int row) const { return mine_ >> row * 4 & 15; }
 
  private:
-  static constexpr int PER_LANE = (MAX_ROWS * TOP_K + 31) / 32;
-  int id[PER_LANE];
+  uint32_t named_ = 0, bad_ = 0, mine_ = 0;
 };
 
 // Lane l holds experts 4l .. 4l+3.
@@ -56,12 +56,11 @@ class TopK {
 #pragma unroll
       for (int k = 0; k < HIDDEN_SLOTS; ++k)
         logit[0] += parts[k].x, logit[1] += parts[k].y, logit[2] += parts[k].z, logit[3] += parts[k].w;
-      load(parts, min(row + 1, p.rows - 1));  // on its way while this row is picked
+      if (row + 1 < p.rows) load(parts, row + 1);  // on its way while this row is picked
       if (s.keys[row] == 0) continue;
-      int* ids = published ? published + row * TOP_K : nullptr;
-      const bool forced = replaced.of(row, 0) != NONE;
-      uint32_t mine = largest(row, logit, forced ? nullptr : ids);
-      if (forced) mine = named(row, replaced, ids);
+      uint32_t mine = largest(row, logit, replaced.names(row));
+      if (replaced.names(row)) mine = replaced.mine(row);
+      if (replaced.bad(row) && lane == 0) atomicOr(p.status + row, STATUS_EXPERT_ID);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if (mine >> j & 1) route.weight[lane * 4 + j][row] = logit[j];
@@ -80,6 +79,7 @@ class TopK {
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(&s.route_weighed);
+    if (published) publish_named(replaced);
   }
 
 #ifdef MK_ORACLE
@@ -89,7 +89,7 @@ class TopK {
     uint32_t rows = 0;
 #pragma unroll 1
     for (int row = 0; row < p.rows; ++row) {
-      const uint32_t mine = s.keys[row] ? named(row, replaced, nullptr) : 0;
+      const uint32_t mine = s.keys[row] ? replaced.mine(row) : 0;
 #pragma unroll
       for (int j = 0; j < 4; ++j) rows |= (mine >> j & 1) << (8 * j + row);
     }
@@ -102,7 +102,7 @@ class TopK {
   DEVICE bool all_named(const ReplacedIds& replaced) const {
     bool all = true;
 #pragma unroll 1
-    for (int row = 0; row < p.rows; ++row) all &= s.keys[row] == 0 || replaced.of(row, 0) != NONE;
+    for (int row = 0; row < p.rows; ++row) all &= s.keys[row] == 0 || replaced.names(row);
     return all;
   }
 #endif
@@ -113,13 +113,13 @@ class TopK {
     if (lane == 0) barrier_arrive(&s.route_ready);
   }
   DEVICE void load(float4 (&parts)[HIDDEN_SLOTS], int row) const {
+    const float4* from = reinterpret_cast<const float4*>(p.router_part) + row * 32 + lane;
 #pragma unroll
-    for (int k = 0; k < HIDDEN_SLOTS; ++k)
-      parts[k] = load_l2(reinterpret_cast<const float4*>(p.router_part + (k * MAX_ROWS + row) * 128) + lane);
+    for (int k = 0; k < HIDDEN_SLOTS; ++k) parts[k] = load_l2(from + k * MAX_ROWS * 32);
   }
 
   // The TOP_K largest logits, equal ones by the lower id: this lane's, as bits.
-  DEVICE uint32_t largest(int row, const float (&logit)[4], int* ids) const {
+  DEVICE uint32_t largest(int row, const float (&logit)[4], bool named) const {
     uint32_t key[4];
     bool bad = false;
 #pragma unroll
@@ -151,10 +151,11 @@ class TopK {
     }
     uint32_t mine = 0;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (before[j] >= taken) continue;
-      mine |= 1u << j;
-      if (ids) ids[ranks >> 4 * before[j] & 15] = lane * 4 + j;
+    for (int j = 0; j < 4; ++j) mine |= static_cast<uint32_t>(before[j] < taken) << j;
+    if (published && !named) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (mine >> j & 1) published[row * TOP_K + (ranks >> 4 * before[j] & 15)] = lane * 4 + j;
     }
     return mine;
   }
@@ -163,19 +164,13 @@ class TopK {
     smaller = min(larger, smaller), larger = most;
   }
 
-  // The ids that a routing mode names instead.
-  DEVICE uint32_t named(int row, const ReplacedIds& replaced, int* ids) const {
-    const int id = replaced.of(row, lane % TOP_K);
-    const bool here = lane < TOP_K, exists = here && id >= 0 && id < EXPERTS;
-    uint32_t mine = 0;
-#pragma unroll
-    for (int word = 0; word < 4; ++word) {  // experts 32 word .. + 31
-      const uint32_t some = __reduce_or_sync(~0u, exists && id / 32 == word ? 1u << id % 32 : 0);
-      if (lane / 8 == word) mine = some >> lane % 8 * 4 & 15;
+  // The ids that a routing mode named instead, those that exist.
+  DEVICE void publish_named(const ReplacedIds& replaced) const {
+#pragma unroll 1
+    for (int i = lane; i < p.rows * TOP_K; i += 32) {
+      const int id = replaced.names(i / TOP_K) ? p.forced_ids[published - p.route_ids + i] : NONE;
+      if (id >= 0 && id < EXPERTS && s.keys[i / TOP_K]) published[i] = id;
     }
-    if (exists && ids) ids[lane] = id;
-    if (__any_sync(~0u, here && !exists) && lane == 0) atomicOr(p.status + row, STATUS_EXPERT_ID);
-    return mine;
   }
 
   // The rows of every expert, and the ascending list of those that have any.

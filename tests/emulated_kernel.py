@@ -1,4 +1,4 @@
-"""The kernel's sampler on the CPU: csrc/ compiled with a stand-in for the GPU's instructions, called by ctypes."""
+"""Parts of the kernel on the CPU: csrc/ compiled with a stand-in for the GPU's instructions, called by ctypes."""
 
 from __future__ import annotations
 
@@ -20,24 +20,20 @@ from mk.splits import SplitPolicy
 from mk.step_params import HOST_STEP, HOST_STEPS, MAX_ROWS, StepParams, buffer_shapes, pack_sampling
 
 EMULATED = Path(__file__).parent / "emulated"
-BARRIER = 'asm volatile("bar.sync 1, 256;" ::: "memory");'
 
 Floats = npt.NDArray[np.float32]
 
 
-def compile_sampler(geometry: Geometry, folder: Path) -> ctypes.CDLL:
-    """csrc/'s own files but for ptx.cuh, with g++; no two float operations are fused."""
+def compile_emulated(part: str, geometry: Geometry, folder: Path) -> ctypes.CDLL:
+    """csrc/'s own files but for ptx.cuh, behind emulated/<part>.cc, with g++; no two float operations are fused."""
     shutil.copytree(CSRC, folder / "csrc")
-    for name in ("ptx.cuh", "cuda_bf16.h", "sampling.cc"):
+    for name in ("ptx.cuh", "cuda_bf16.h", f"{part}.cc"):
         shutil.copy(EMULATED / name, folder / "csrc" / name)
-    wait = (folder / "csrc" / "wait.cuh").read_text()
-    assert BARRIER in wait
-    (folder / "csrc" / "wait.cuh").write_text(wait.replace(BARRIER, "meet_block();"))
     (folder / "csrc" / "isa.h").write_text(c_header())
     (folder / "csrc" / "geometry.h").write_text(geometry_header(geometry, SplitPolicy(128, 4)))
-    library = folder / "libsampler.so"
+    library = folder / f"lib{part}.so"
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w", "-D__constant__=static"]
-    subprocess.run(["g++", *flags, "-o", library, folder / "csrc" / "sampling.cc"], check=True)
+    subprocess.run(["g++", *flags, "-o", library, folder / "csrc" / f"{part}.cc"], check=True)
     return ctypes.CDLL(str(library))
 
 
@@ -45,23 +41,17 @@ def pointer(array: npt.NDArray[Any]) -> ctypes.c_void_p:
     return array.ctypes.data_as(ctypes.c_void_p)
 
 
-class Sampler:
-    """The buffers that the sampling tasks of a program touch, and a run of those tasks, SM after SM."""
+class Buffers:
+    """Host memory that the parameters of a step point to."""
 
-    def __init__(self, library: ctypes.CDLL, program: Program) -> None:
-        self.library, self.program = library, program
-        shape = program.shape
+    def __init__(self, geometry: Geometry, rows: int, n_sm: int) -> None:
         self.buffers: dict[str, npt.NDArray[Any]] = {}
         self.params = StepParams()
-        for name, (dtype, size) in buffer_shapes(shape.geometry, SplitPolicy(128, 4), shape.n_sm).items():
-            self._own(name, np.zeros(size, str(dtype).removeprefix("torch.").replace("bfloat16", "uint16")))
-        self._own("host_steps", np.zeros(HOST_STEPS, HOST_STEP))
-        self.params.rows, self.params.n_sm, self.params.advance = shape.rows, shape.n_sm, 1
-        self["candidate_value"].fill(-np.inf)
-        self["candidate_low"].fill(np.inf)
-        self["candidate_id"].fill(0x7FFFFFFF)
+        for name, (dtype, size) in buffer_shapes(geometry, SplitPolicy(128, 4), n_sm).items():
+            self.own(name, np.zeros(size, str(dtype).removeprefix("torch.").replace("bfloat16", "uint16")))
+        self.params.rows, self.params.n_sm = rows, n_sm
 
-    def _own(self, name: str, array: npt.NDArray[Any]) -> None:
+    def own(self, name: str, array: npt.NDArray[Any]) -> None:
         aligned = np.zeros(array.nbytes + 128, np.uint8)
         start = -aligned.ctypes.data % 128
         self.buffers[name] = aligned[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -70,6 +60,19 @@ class Sampler:
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         return self.buffers[name]
+
+
+class Sampler(Buffers):
+    """The buffers that the sampling tasks of a program touch, and a run of those tasks, SM after SM."""
+
+    def __init__(self, library: ctypes.CDLL, program: Program) -> None:
+        shape = program.shape
+        super().__init__(shape.geometry, shape.rows, shape.n_sm)
+        self.library, self.program, self.params.advance = library, program, 1
+        self.own("host_steps", np.zeros(HOST_STEPS, HOST_STEP))
+        self["candidate_value"].fill(-np.inf)
+        self["candidate_low"].fill(np.inf)
+        self["candidate_id"].fill(0x7FFFFFFF)
 
     def _tasks(self, op: str, words: Words) -> Words:
         return words[words[:, Word.OPCODE] == ISA.named(op).opcode]
