@@ -52,12 +52,36 @@ class Launcher:
             ids, self._matrices["head", None], self._norms[0], a.x, a.normed, self.tokens, **self._rows()
         )
 
+    def enter(self, layer: int, x: Tensor) -> None:
+        """A residual [tokens, hidden] from outside, as the layer finds it; its norm is the one that is computed in a
+        prefill."""
+        a, self.tokens = self.acts, len(x)
+        a.x[: self.tokens, : self.geometry.hidden] = x
+        nothing = torch.zeros(self.tokens, self.geometry.hidden, dtype=a.x.dtype, device=self.device)
+        self._add(a.x, nothing, nothing, a.normed, layer, choices=0)
+
     def residual(self, layer: int) -> None:
         """The layer's end: the residual, and its norm for the next layer or the head."""
+        a = self.acts
+        self._add(a.x, a.attention, a.ffn, a.normed, layer + 1, self._choices(layer))
+
+    def ffn_sum(self, layer: int) -> Tensor:
+        """What the FFN adds to the residual, float32 [tokens, hidden]. To look at: `residual` adds it unrounded."""
         a, g = self.acts, self.geometry
+        x = torch.zeros(self.tokens, a.x.shape[1], device=self.device)
+        nothing = torch.zeros(self.tokens, g.hidden, dtype=a.x.dtype, device=self.device)
+        self._add(x, nothing, a.ffn, torch.empty_like(x), layer + 1, self._choices(layer))
+        return x[:, : g.hidden]
+
+    def _choices(self, layer: int) -> int:
+        """Experts a token, 0 of a dense layer."""
+        return 0 if self.geometry.mlp_kinds[layer] == "dense" else self.geometry.top_k
+
+    def _add(self, x: Tensor, attention: Tensor, ffn: Tensor, normed: Tensor, norm: int, choices: int) -> None:
+        a = self.acts
         residual_kernel[(triton.cdiv(self.tokens, self.tiles.rows),)](
-            a.x, a.attention, a.ffn, a.slot_of, a.weight_of, self._norms[layer + 1], a.normed, self.tokens,
-            CHOICES=0 if g.mlp_kinds[layer] == "dense" else g.top_k, **self._rows(),
+            x, attention, ffn, a.slot_of, a.weight_of, self._norms[norm], normed, self.tokens,
+            CHOICES=choices, **self._rows(),
         )  # fmt: skip
 
     def head(self, rows: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from experiments.prefill_rig import make_pools, poison
 from mk.kv import KINDS, kv_layers
 from mk.model.packing import pack_matrix
 from mk.model.reference import rms_norm, rope_table, rotate, top_k
@@ -15,7 +16,7 @@ from prefill.chunks import Piece, token_tiles
 from prefill.launch import Launcher
 from prefill.tiles import INTERPRETED, AttentionTile, ProductTile, Tiles
 from tests.interpreter_rig import GEOMETRY, weights
-from tests.prefill_rig import make_pools, needs_interpreter, poison
+from tests.prefill_rig import needs_interpreter
 
 pytestmark = needs_interpreter
 

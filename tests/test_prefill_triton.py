@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from experiments.kernel_checks import consult, relative_error
+from experiments.prefill_rig import Rig, make_pools
 from mk.compose import load_config
 from mk.cuda_engine import CudaEngine
 from mk.engines import MachineEngine
@@ -22,7 +23,7 @@ from prefill.chunks import Prompt
 from prefill.triton_prefill import TritonPrefill
 from tests.device_rig import FakeLibrary, fake_build, fake_device
 from tests.interpreter_rig import GEOMETRY, random_tokens, reference_kv, reference_logits, source, tensors, weights
-from tests.prefill_rig import Rig, make_pools, needs_interpreter
+from tests.prefill_rig import needs_interpreter
 
 __all__ = ["fake_device"]
 
