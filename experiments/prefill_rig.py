@@ -65,11 +65,13 @@ class Rig:
         page_seed: int = 0,
         products: str = "packed",
         tiles: Tiles | None = None,
+        pools: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """pages: of each pool. positions: of the longest sequence. dtype: of pages and activations."""
+        """pages: of each pool. positions: of the longest sequence. dtype: of pages and activations. pools: someone
+        else's, of as many pages."""
         self.geometry = weights.geometry
         counts = dict.fromkeys(KINDS, pages) if isinstance(pages, int) else pages
-        self.pools = make_pools(self.geometry, counts, dtype, str(weights.slots.device))
+        self.pools = pools or make_pools(self.geometry, counts, dtype, str(weights.slots.device))
         self.pages = PageAllocator(self.geometry, counts, slots, blocks_of(positions), page_seed)
         self.prefill = TritonPrefill(weights, self.pools, positions, chunk, products, tiles)
 
@@ -85,6 +87,7 @@ class Rig:
         tiles: Tiles | None = None,
     ) -> Self:
         """bfloat16, with as many pages as prompts of `positions` tokens need in such chunks."""
+        chunk = min(chunk, slots * positions)
         counts = pages_for_contexts(weights.geometry, slots, positions, chunk, paged_chunk=True)
         return cls(weights, counts, positions, slots, chunk, torch.bfloat16, page_seed, products, tiles)
 
@@ -109,11 +112,10 @@ class Rig:
         k, v = unpack_keys(packed[:, :, 0]), unpack_values(packed[:, :, 1])
         return k.flatten(1, 2)[:, rows], v.flatten(1, 2)[:, rows]
 
-    def clear(self) -> None:
-        """NaN in every page and in the activations, as at first."""
+    def clear_pages(self) -> None:
+        """NaN in every page, as at first."""
         for pool in self.prefill.pools.values():
             pool.fill_(torch.nan)
-        poison(self.prefill.launch.acts, self.geometry)
 
 
 def same_pages(a: Sequence[tuple[Tensor, Tensor]], b: Sequence[tuple[Tensor, Tensor]]) -> bool:

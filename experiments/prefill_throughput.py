@@ -47,7 +47,7 @@ class Bench:
         self.cfg, self.weights, self.geometry = cfg, weights, weights.geometry
 
     def open(self, slots: int, length: int, chunk: int | None = None) -> Rig:
-        chunk = min(chunk or self.cfg.prefill.chunk, slots * length)
+        chunk = chunk or self.cfg.prefill.chunk
         return Rig.for_prompts(self.weights, slots, length, chunk, products=self.cfg.prefill.products or "packed")
 
     def tokens(self, length: int, seed: int) -> list[int]:
