@@ -31,43 +31,52 @@ def find(arm: PrefillArm, layer: int, x: Tensor, seed: int) -> tuple[int, list[s
     exactly where they are in sight. A pass has one for each KV head."""
     g, count, lost = arm.rig.geometry, 0, []
     wanted = positions(len(x), g.window_keys)
+    projected = _projected(arm, layer, x)
     generator = torch.Generator().manual_seed(seed)
     for turn in range(-(-len(wanted) // g.kv_heads)):
         dealt = wanted[turn * g.kv_heads : (turn + 1) * g.kv_heads]
         directions = torch.nn.functional.normalize(torch.randn(g.kv_heads, g.head_dim, generator=generator), dim=-1)
         heads = [kv_head * g.group + turn % g.group for kv_head in range(len(dealt))]
-        found, values = _attend(arm, layer, x, dealt, heads, directions.to(x.device))
+        needled = projected.clone()
+        for kv_head, (at, head) in enumerate(zip(dealt, heads, strict=True)):
+            _put(g, layer, needled, directions[kv_head], at, head, kv_head)
+        found = _attended(arm, layer, x, needled)
         token = torch.arange(len(x), device=x.device)
-        for kv_head, at in enumerate(dealt):
-            hit = (found[:, kv_head] == values[kv_head]).all(-1)
+        for kv_head, (at, head) in enumerate(zip(dealt, heads, strict=True)):
+            hit = (found[:, head] == needled[at, g.q_heads + g.kv_heads + kv_head]).all(-1)
             sees = (token >= at) & (token < at + (g.window_keys if g.layer_kinds[layer] == "sliding" else len(x)))
             wrong = (hit != sees).nonzero()[:, 0].tolist()
             count += 1
             if wrong:
-                lost.append(f"head {heads[kv_head]} key {at} of {len(x)}: {len(wrong)} tokens from {wrong[0]} on")
+                lost.append(f"head {head} key {at} of {len(x)}: {len(wrong)} tokens from {wrong[0]} on")
     return count, lost
 
 
-def _attend(
-    arm: PrefillArm, layer: int, x: Tensor, needles: list[int], heads: list[int], directions: Tensor
-) -> tuple[Tensor, Tensor]:
-    """What the heads give each token, [tokens, needles, head_dim], and the needles' values [needles, head_dim]."""
-    g, acts = arm.rig.geometry, arm.prefill.launch.acts
-    values = torch.full((len(needles), g.head_dim), torch.nan, dtype=acts.qkv.dtype, device=x.device)
-    found = []
+def _projected(arm: PrefillArm, layer: int, x: Tensor) -> Tensor:
+    """The layer's heads before rotation, q, k and v in this order, [tokens, heads, head_dim]."""
+    launch, parts = arm.prefill.launch, []
+    for rows, _ in arm.chunks(layer, x):
+        launch.qkv(layer)
+        parts.append(launch.acts.qkv[: rows.stop - rows.start].clone())
+    return torch.cat(parts).unflatten(1, (-1, arm.rig.geometry.head_dim))
+
+
+def _put(g: Geometry, layer: int, heads: Tensor, direction: Tensor, at: int, head: int, kv_head: int) -> None:
+    """Turn all queries of `head` and the key of token `at` to a direction [head_dim]."""
+    tokens, direction = torch.arange(len(heads)), direction.to(heads.device)
+    heads[:, head] = _unrotated(g, layer, direction * QUERY, tokens).to(heads.dtype)
+    key = direction * (SCORE * g.head_dim**0.5 / QUERY)
+    heads[at, g.q_heads + kv_head] = _unrotated(g, layer, key, tokens[at, None])[0].to(heads.dtype)
+
+
+def _attended(arm: PrefillArm, layer: int, x: Tensor, projected: Tensor) -> Tensor:
+    """What each query head gives each token, [tokens, q_heads, head_dim]."""
+    g, acts, parts = arm.rig.geometry, arm.prefill.launch.acts, []
     for rows, where in arm.chunks(layer, x):
-        arm.prefill.launch.qkv(layer)
-        own = acts.qkv[: rows.stop - rows.start].unflatten(1, (-1, g.head_dim))  # q heads, k heads, v heads
-        tokens = torch.arange(rows.start, rows.stop)
-        for kv_head, (at, head) in enumerate(zip(needles, heads, strict=True)):
-            own[:, head] = _unrotated(g, layer, directions[kv_head] * QUERY, tokens).to(own.dtype)
-            if rows.start <= at < rows.stop:
-                key = _unrotated(g, layer, directions[kv_head] * (SCORE * g.head_dim**0.5 / QUERY), torch.tensor([at]))
-                own[at - rows.start, g.q_heads + kv_head] = key[0].to(own.dtype)
-                values[kv_head] = own[at - rows.start, g.q_heads + g.kv_heads + kv_head]
+        acts.qkv[: rows.stop - rows.start] = projected[rows].flatten(1)
         arm.prefill.attend(layer, where)
-        found.append(acts.heads[: len(own), : g.q_width].unflatten(1, (-1, g.head_dim))[:, heads])
-    return torch.cat(found), values
+        parts.append(acts.heads[: rows.stop - rows.start, : g.q_width].clone())
+    return torch.cat(parts).unflatten(1, (-1, g.head_dim))
 
 
 def _unrotated(g: Geometry, layer: int, vector: Tensor, tokens: Tensor) -> Tensor:
