@@ -82,11 +82,12 @@ def main(cfg: Config) -> int:
     chosen = chosen_layers(settings.layers, source.geometry)
     weights = pack(source, device)
     with torch.inference_mode(), RunFolder.create(cfg) as run:
-        found, told = walk(cfg, source, weights, chosen, device)
         step: NextStep | None = None
-        if told is not None:
+        if settings.whole:  # made first: what is wrong with it shows before the long walk
             make = KernelStep if engine == "cuda" else InterpreterStep
             step = make(cfg, weights, max(settings.lengths) + 1)
+        found, told = walk(cfg, source, weights, chosen, device)
+        if step is not None and told is not None:
             whole_prompts(cfg, weights, step, told, found)
         rows = [_row(cfg, run, engine, length, found, source.label, step) for length in settings.lengths]
         for row in rows:
