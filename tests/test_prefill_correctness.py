@@ -62,9 +62,14 @@ def failed(row: Row) -> list[str]:
 
 @needs_interpreter
 def test_a_sound_prefill_passes(
-    tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], figure: Callable[[str], None]
+    tiny: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    figure: Callable[[str], None],
 ) -> None:
-    """Across the window's edge, in a few pages, packed, cut and continued."""
+    """Across the window's edge, in a few pages, packed, cut and continued; with a few of the needles."""
+    monkeypatch.setattr(prefill_needles, "positions", lambda length, window: sorted({0, length - 1}))
     assert run(tmp_path, "lengths=[1,84]", "cuts=[65]", "small_chunk=50") == 0
     short, long = rows_of(tmp_path)
     assert (short.context, long.context, long.prompt_tokens, long.batch) == ([1], [84], 84, 1)
@@ -80,7 +85,7 @@ def test_a_sound_prefill_passes(
         for name in ("attention", "ffn", "kv"):
             assert 1e-3 < getattr(row, f"{name}_error") < 0.03 and 0.1 < getattr(row, f"{name}_ratio") < 1.5
         assert 1e-4 < row.logits_error < 0.2 and 1e-4 < row.next_step_error < 0.2
-    assert long.logit_std > 3 and long.needles == 2 * len(positions(84, 64)) and long.schedule_hash
+    assert long.logit_std > 3 and long.needles == 4 and long.schedule_hash
     ratios = ", ".join(f"{name} {getattr(long, f'{name}_ratio'):.2f}" for name in ("attention", "ffn", "kv"))
     figure(f"prefill of a tiny model: {ratios} x the distance of bfloat16")
     told = capsys.readouterr().out
