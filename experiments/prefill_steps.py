@@ -9,7 +9,7 @@ from torch import Tensor
 
 from experiments.opening import make_runtime, plan_for
 from experiments.prefill_rig import Rig
-from mk.build import build
+from mk.build import build_for
 from mk.config import Config
 from mk.interpreter import Machine
 from mk.kv import KINDS, KVCache, blocks_of, pages_for_contexts
@@ -35,7 +35,7 @@ class NextStep(Protocol):
 class KernelStep:
     def __init__(self, cfg: Config, weights: PackedWeights, context: int) -> None:
         g, plan = weights.geometry, plan_for(cfg, "cuda")
-        library = build(g, plan.splits)
+        library = build_for(cfg, g, plan.splits)
         counts = pages_for_contexts(g, 1, context, cfg.prefill.chunk, paged_chunk=True)
         self.runtime = make_runtime(cfg, library, weights, counts, blocks_of(context), context)
         pools = {kind: self.runtime[f"pool_{kind}"] for kind in KINDS}

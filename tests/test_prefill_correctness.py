@@ -286,7 +286,7 @@ def test_the_next_step_reads_what_prefill_left(
     else:
         library = InterpretingLibrary()
         monkeypatch.setattr(Library, "open", lambda self: library)
-        monkeypatch.setattr(prefill_steps, "build", fake_build)
+        monkeypatch.setattr(prefill_steps, "build_for", lambda cfg, g, splits: fake_build(g, splits))
         step = KernelStep(cfg, weights, 12)
         library.runtime = step.runtime
     near = experiment.replay(step, told, 11)
