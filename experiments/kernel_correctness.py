@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from experiments.device_weights import open_weights, pack
+from experiments.distances import BAR, LEAST_STD, chosen_layers, distance, figure, worst_ratio
 from experiments.kernel_checks import OneLayer
 from experiments.layer_arms import (
     EXPERTS_IMPLEMENTATION,
@@ -29,7 +30,6 @@ from experiments.needles import passes, place, returned, turned_away, with_needl
 from experiments.opening import machine_under_test, make_runtime, plan_for
 from mk.build import build_for
 from mk.config import Config
-from mk.errors import MkError
 from mk.kv import KINDS, KVCache, PageAllocator, blocks_of
 from mk.model.geometry import Geometry
 from mk.model.packing import PackedWeights
@@ -41,8 +41,6 @@ from mk.runs import RunFolder
 from mk.schedule.lower import Program
 from mk.splits import SplitPolicy
 
-BAR = 1.5  # times transformers' distance
-LEAST_STD = 3.0  # of the scores
 ENOUGH_KEYS = 64  # of a context whose scores are counted
 
 
@@ -78,24 +76,13 @@ class Measured:
         return found if self.logit_std is None else {**found, "scores_are_sharp": self.logit_std >= LEAST_STD}
 
 
-def worst_ratio(errors: Sequence[tuple[float, float]]) -> float:
-    """The largest tested / bfloat16 of any row; infinite where only bfloat16 is exact, NaN where a value was NaN."""
-    ratios = [
-        0.0 if tested == rounded == 0 else tested / rounded if rounded else torch.inf for tested, rounded in errors
-    ]
-    return float(torch.tensor(ratios).max())
-
-
 def main(cfg: Config) -> int:
     """Exit status: 0, or 1 when a verdict is no."""
     engine = machine_under_test(cfg, max(map(len, cfg.experiment.batches)))
     device = torch.device("cuda" if engine == "cuda" else "cpu")
     settings, source = cfg.experiment, open_weights(cfg, device)
     g = source.geometry
-    chosen = list(range(g.layers)) if settings.layers is None else settings.layers
-    for layer in chosen:
-        if not 0 <= layer < g.layers:
-            raise MkError(f"experiment.layers: layer {layer} must lie in 0..{g.layers - 1}")
+    chosen = chosen_layers(settings.layers, g)
     with torch.inference_mode():
         batches, programs, build_hash = _batches(cfg, source, engine, device)
         with RunFolder.create(cfg) as run:
@@ -191,9 +178,9 @@ def measure(
         ours = batch.tested.run(layer, batch.x, ids)
         attention, ffn = [], []
         for row, out in outputs.items():
-            theirs = rounded.row(batch.x[row], history[row], None if ids is None else ids[row])
-            attention.append((_distance(ours.attention[row], out.attention), _distance(theirs[0], out.attention)))
-            ffn.append((_distance(ours.ffn[row], out.ffn), _distance(theirs[1], out.ffn)))
+            theirs = rounded.run(batch.x[row, None], history[row], None if ids is None else ids[row, None])
+            attention.append((distance(ours.attention[row], out.attention), distance(theirs.attention, out.attention)))
+            ffn.append((distance(ours.ffn[row], out.ffn), distance(theirs.ffn, out.ffn)))
         count, lost = _needles(g, batch, layer, splits, queries, history, ids)
         found = Measured(attention, ffn, _logit_std(g, layer, queries, history), count, lost)
     for row, out in outputs.items():
@@ -219,12 +206,6 @@ def _logit_std(g: Geometry, layer: int, queries: dict[int, Tensor], history: dic
             grouped = queries[row].unflatten(0, (g.kv_heads, g.group))
             found.append(float((grouped @ keys.transpose(-1, -2) * g.head_dim**-0.5).std()))
     return min(found, default=None)
-
-
-def _distance(found: Tensor, exact: Tensor) -> float:
-    """|y - y*| / |y*| of one row."""
-    exact = exact.flatten().double()
-    return float((found.flatten().to(exact.device).double() - exact).norm() / exact.norm())
 
 
 def _needles(
@@ -263,9 +244,6 @@ def _needles(
 def _row(
     cfg: Config, run: RunFolder, batch: Batch, program: Program, layer: int, found: Measured, build_hash: str | None
 ) -> Row:
-    def figure(value: float) -> float | None:
-        return value if torch.tensor(value).isfinite() else None  # a row has finite figures; its verdict says the rest
-
     return run.row(
         engine=batch.tested.name,
         dtype="bfloat16",

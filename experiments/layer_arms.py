@@ -1,8 +1,9 @@
 """One decoder layer over the same bf16 input, history and expert ids, as four machines compute it.
 
-Each arm takes one token a row, at the end of that row's own context. The float32 reference is what the others are
-measured against; transformers' own layer in bfloat16 says how much of a distance bfloat16 explains; the kernel, or the
-interpreter with the kernel's numerics, is what is tested. The tested arms run the layer as a part of a step.
+The float32 reference is what the others are measured against; transformers' own layer in bfloat16 says how much of a
+distance bfloat16 explains. These two take neighbouring tokens behind a history as well as one. The kernel, or the
+interpreter with the kernel's numerics, is what is tested: it runs the layer as a part of a decode step, one token a
+row at the end of that row's own context. (Prefill's arm is in `experiments/prefill_layers.py`.)
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from mk.kv import PAGE, KVCache, PageTable, kv_layers
 from mk.model.geometry import ROWS, Geometry
 from mk.model.greedy_oracle import layer_state
 from mk.model.packing import PackedWeights
-from mk.model.reference import LayerOutput, Reference, ReferenceCache, rope_table
+from mk.model.reference import LayerOutput, Reference, ReferenceCache, rope_table, top_k
 from mk.parts import InterpreterWorker, StepInput
 from mk.runtime import Runtime, pack_keys, pack_values
 from mk.schedule.cut import cut, places
@@ -30,6 +31,7 @@ from mk.step_params import MAX_ROWS
 from mk.verify import verify
 
 EXPERTS_IMPLEMENTATION = "eager"  # of transformers: a loop over the experts that were chosen
+QUERY_BLOCK = 512  # queries whose scores exist at a time
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,12 @@ class History:
     def tokens(self) -> int:
         return self.keys.shape[1]
 
+    @classmethod
+    def none(cls, g: Geometry, device: torch.device) -> Self:
+        """Of a sequence's first token."""
+        empty = torch.empty(g.kv_heads, 0, g.head_dim, dtype=torch.bfloat16, device=device)
+        return cls(empty, empty)
+
 
 @dataclass(frozen=True)
 class Contributions:
@@ -50,6 +58,19 @@ class Contributions:
 
     attention: Tensor
     ffn: Tensor
+
+
+@dataclass(frozen=True)
+class LayerTokens:
+    """A layer over neighbouring tokens: what it adds to the residual [tokens, hidden] each, and their keys (rotated)
+    and values [kv_heads, tokens, head_dim]. choice: ids [tokens, top_k] that the router prefers, whatever was replayed;
+    None of a dense layer."""
+
+    attention: Tensor
+    ffn: Tensor
+    keys: Tensor
+    values: Tensor
+    choice: Tensor | None
 
 
 class Arm(Protocol):
@@ -101,6 +122,15 @@ class ReferenceArm:
         h = self.reference.normed(layer, x[None].float())
         return self.reference.project(layer, h, keys - 1)[0][:, 0]
 
+    def run(self, layer: int, x: Tensor, ids: Tensor | None = None) -> tuple[LayerTokens, Tensor | None]:
+        """A sequence's first tokens, x [tokens, hidden]; ids int64 [tokens, top_k] in the place of the router's choice.
+        The router's logits [tokens, experts] come along."""
+        cache = ReferenceCache()
+        out = self.reference.layer(layer, x.float(), 0, cache, ids)
+        choice = None if out.router_logits is None else top_k(out.router_logits, self.reference.geometry.top_k)
+        made = LayerTokens(out.attention, out.ffn, cache.keys[layer], cache.values[layer], choice)
+        return made, out.router_logits
+
     def row(self, layer: int, x: Tensor, history: History) -> LayerOutput:
         """One row, x bf16 [hidden]; the router chooses."""
         cache = ReferenceCache()
@@ -134,38 +164,66 @@ class TransformersArm:
         parameters = inspect.signature(self.module.self_attn.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
 
-    def row(self, x: Tensor, history: History, ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Attention's and the FFN's contribution of one row, [hidden] each; x bf16 [hidden], ids int64 [top_k]."""
-        h = self.module.input_layernorm(x[None, None].to(self.dtype))
-        angles = rope_table(self.geometry, torch.tensor([history.tokens]))
-        tables = (t.repeat_interleave(2, dim=-1)[None].to(self.device, self.dtype) for t in angles)
-        seen = History(history.keys.to(self.dtype), history.values.to(self.dtype))
-        held = {self.cache_argument: _Visible(self.geometry, self.layer, seen)}
-        attention, _ = self.module.self_attn(
-            hidden_states=h, position_embeddings=tuple(tables), attention_mask=None, **held
-        )
-        return attention[0, 0], self._ffn(h[0], ids)[0]
+    def run(self, x: Tensor, history: History, ids: Tensor | None) -> LayerTokens:
+        """Neighbouring tokens x bf16 [tokens, hidden], the first one behind `history`; ids int64 [tokens, top_k]."""
+        h = self.module.input_layernorm(x[None].to(self.dtype))
+        cache = _Growing(self.geometry, self.layer, history.keys.to(self.dtype), history.values.to(self.dtype))
+        start, parts = history.tokens, []
+        for part in h.split(QUERY_BLOCK, dim=1):
+            angles = rope_table(self.geometry, torch.arange(cache.tokens, cache.tokens + part.shape[1]))
+            tables = (t.repeat_interleave(2, dim=-1)[None].to(self.device, self.dtype) for t in angles)
+            parts.append(
+                self.module.self_attn(
+                    hidden_states=part,
+                    position_embeddings=tuple(tables),
+                    attention_mask=cache.mask(part.shape[1]),
+                    **{self.cache_argument: cache},
+                )[0][0]
+            )
+        ffn, choice = self._ffn(h[0], ids)
+        return LayerTokens(torch.cat(parts), ffn, cache.keys[:, start:], cache.values[:, start:], choice)
 
-    def _ffn(self, h: Tensor, ids: Tensor | None) -> Tensor:
+    def _ffn(self, h: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
         mlp = self.module.mlp
-        if ids is None:
-            return mlp(h)
-        chosen = torch.nn.functional.linear(h, mlp.gate.weight)[:, ids]
-        return mlp.experts(h, ids[None], chosen.sigmoid())
+        if self.geometry.mlp_kinds[self.layer] == "dense":
+            return mlp(h), None
+        logits = torch.nn.functional.linear(h, mlp.gate.weight)
+        choice = logits.topk(self.geometry.top_k).indices
+        taken = choice if ids is None else ids
+        return mlp.experts(h, taken, logits.gather(1, taken).sigmoid()), choice
 
 
-class _Visible:
-    """What transformers' attention asks of a cache: the keys that the newest token sees, itself included."""
+@dataclass(slots=True)
+class _Growing:
+    """What transformers' attention asks of a cache: from the first key that a block's first query sees, to its own."""
 
-    def __init__(self, geometry: Geometry, layer: int, history: History) -> None:
-        window = geometry.window_keys if geometry.layer_kinds[layer] == "sliding" else None
-        self.first = 0 if window is None else max(0, history.tokens + 1 - window)
-        self.history = history
+    geometry: Geometry
+    layer: int
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return self.keys.shape[1]
+
+    def _window(self) -> int:
+        """Keys that a query sees besides its own."""
+        g = self.geometry
+        return (g.window_keys if g.layer_kinds[self.layer] == "sliding" else g.max_positions) - 1
+
+    def mask(self, queries: int) -> Tensor:
+        """Of the next block, added to the scores, [1, 1, queries, keys in its sight]."""
+        position = torch.arange(self.tokens, self.tokens + queries, device=self.keys.device)[:, None]
+        key = torch.arange(max(0, self.tokens - self._window()), self.tokens + queries, device=self.keys.device)
+        visible = (key <= position) & (key >= position - self._window())
+        return torch.zeros(visible.shape, dtype=self.keys.dtype, device=key.device).masked_fill(~visible, -torch.inf)[
+            None, None
+        ]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **more: Any) -> tuple[Tensor, Tensor]:
-        both = ((self.history.keys, keys), (self.history.values, values))
-        found = tuple(torch.cat([held[None, :, self.first :], new], dim=2) for held, new in both)
-        return found[0], found[1]
+        first = max(0, self.tokens - self._window())
+        self.keys, self.values = torch.cat([self.keys, keys[0]], dim=1), torch.cat([self.values, values[0]], dim=1)
+        return self.keys[None, :, first:], self.values[None, :, first:]
 
 
 class InterpreterArm:

@@ -16,19 +16,17 @@ from torch import Tensor
 
 from experiments.device_weights import open_weights, pack
 from experiments.kernel_checks import NOISE_RATIO, consult, relative_error, same_bits
+from experiments.prefill_rig import Rig
 from experiments.prefill_tiles import matrix_tflop_s
 from mk.config import Config
 from mk.device import DeviceFacts
 from mk.errors import MkError
-from mk.kv import KINDS, PageAllocator, blocks_of, kv_layers, pages_for_contexts
 from mk.model.packing import PackedWeights
 from mk.model.tensors import WeightSource
 from mk.roofline import prefill_flop
 from mk.rows import Row
 from mk.runs import RunFolder
-from mk.step_params import KV_BLOCK
 from prefill.chunks import Prompt
-from prefill.triton_prefill import TritonPrefill
 
 DEVICE = torch.device("cuda")
 SHORT = 17  # tokens of a prompt that the checked one is packed with, and where that is cut
@@ -48,21 +46,9 @@ class Bench:
     def __init__(self, cfg: Config, weights: PackedWeights) -> None:
         self.cfg, self.weights, self.geometry = cfg, weights, weights.geometry
 
-    def open(self, slots: int, length: int, chunk: int | None = None) -> tuple[TritonPrefill, PageAllocator]:
-        g = self.geometry
-        chunk = min(chunk or self.cfg.prefill.chunk, slots * length)
-        counts = pages_for_contexts(g, slots, length, chunk, paged_chunk=True)
-        pools = {
-            kind: torch.full(
-                (max(1, counts[kind]), max(1, len(kv_layers(g, kind))), g.kv_heads, 2, KV_BLOCK),
-                torch.nan,
-                dtype=torch.bfloat16,
-                device=DEVICE,
-            )
-            for kind in KINDS
-        }
-        prefill = TritonPrefill(self.weights, pools, length, chunk, self.cfg.prefill.products or "packed")
-        return prefill, PageAllocator(g, counts, slots, blocks_of(length), seed=0)
+    def open(self, slots: int, length: int, chunk: int | None = None) -> Rig:
+        chunk = chunk or self.cfg.prefill.chunk
+        return Rig.for_prompts(self.weights, slots, length, chunk, products=self.cfg.prefill.products or "packed")
 
     def tokens(self, length: int, seed: int) -> list[int]:
         generator = torch.Generator().manual_seed(seed)
@@ -72,7 +58,7 @@ class Bench:
     def measure(self, slots: int, length: int) -> Timing:
         """Of calls with fresh pages each; the first, which compiles, is not counted."""
         settings = self.cfg.experiment
-        prefill, pages = self.open(slots, length)
+        rig = self.open(slots, length)
         prompts = [Prompt(slot, self.tokens(length, slot)) for slot in range(slots)]
         timing = Timing([], [])
         for repeat in range(settings.repeats + 1):
@@ -80,13 +66,13 @@ class Bench:
             torch.cuda.synchronize()
             started = time.perf_counter()
             begin.record()
-            logits = prefill.forward(pages, prompts)
+            logits = rig.prefill.forward(rig.pages, prompts)
             end.record()
             best = logits.max(-1)
             finite = best.values.isfinite().all().item()  # and so the tokens are on the host
             host = (time.perf_counter() - started) * 1e3
             for slot in range(slots):
-                pages.free(slot)
+                rig.pages.free(slot)
             if not finite:
                 raise MkError(f"{slots} x {length} tokens: a logit is not finite")
             if repeat:
@@ -130,13 +116,13 @@ def check(bench: Bench, source: WeightSource, length: int) -> tuple[dict[str, bo
     oracle = consult(source, torch.tensor(tokens), DEVICE)
     print(f"reference of {length} tokens in {time.perf_counter() - started:.1f} s", flush=True)
     ids = oracle.ids.transpose(0, 1).contiguous()
-    prefill, pages = bench.open(1, length)
-    logits = prefill.forward(pages, [Prompt(0, tokens)], ids)
+    rig = bench.open(1, length)
+    logits = rig.prefill.forward(rig.pages, [Prompt(0, tokens)], ids)
     error, noise = relative_error(logits, oracle.logits[-1:])[1], relative_error(oracle.logits_bf16, oracle.logits)[1]
     print(f"last logits off float32: prefill {error:.2e}, bfloat16 at most {noise:.2e}", flush=True)
     checks = {"logits_within_noise": error <= NOISE_RATIO * noise}
-    pages.free(0)
-    alone = prefill.forward(pages, [Prompt(0, tokens)])
+    rig.pages.free(0)
+    alone = rig.prefill.forward(rig.pages, [Prompt(0, tokens)])
     if bench.cfg.prefill.products == "packed":
         checks["bits_packed"] = same_bits(_packed(bench, tokens), alone[0])
         checks["bits_continued"] = same_bits(_continued(bench, tokens), alone[0])
@@ -148,16 +134,16 @@ def check(bench: Bench, source: WeightSource, length: int) -> tuple[dict[str, bo
 
 def _packed(bench: Bench, tokens: list[int]) -> Tensor:
     """Logits [vocab] after the tokens beside a short prompt, chunks ending inside of both."""
-    prefill, pages = bench.open(2, len(tokens), chunk=len(tokens) // 2 + 5)
-    return prefill.forward(pages, [Prompt(1, bench.tokens(SHORT, seed=2)), Prompt(0, tokens)])[1]
+    rig = bench.open(2, len(tokens), chunk=len(tokens) // 2 + 5)
+    return rig.prefill.forward(rig.pages, [Prompt(1, bench.tokens(SHORT, seed=2)), Prompt(0, tokens)])[1]
 
 
 def _continued(bench: Bench, tokens: list[int]) -> Tensor:
     """Logits [vocab] of a second call that continues a first."""
-    prefill, pages = bench.open(1, len(tokens))
+    rig = bench.open(1, len(tokens))
     cut = min(SHORT, len(tokens) - 1)
-    prefill.forward(pages, [Prompt(0, tokens[:cut])])
-    return prefill.forward(pages, [Prompt(0, tokens[cut:], cut)])[0]
+    rig.prefill.forward(rig.pages, [Prompt(0, tokens[:cut])])
+    return rig.prefill.forward(rig.pages, [Prompt(0, tokens[cut:], cut)])[0]
 
 
 def _row(

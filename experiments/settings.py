@@ -121,6 +121,27 @@ class PrefillTiles:
 
 
 @dataclass(slots=True)
+class PrefillCorrectness:
+    name: str
+    layers: list[int] | None  # measured one by one, null = all
+    lengths: list[int]  # of the prompts
+    cuts: list[int]  # tokens of a first call that the longest prompt is continued from
+    small_chunk: int  # tokens a pass, of the call that cuts all prompts
+    whole: bool  # also compare whole prompts, after the last layer
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not self.lengths or len(set(self.lengths)) < len(self.lengths) or min(self.lengths) < 1:
+            raise MkError(f"experiment.lengths={self.lengths}: different lengths of at least 1 token are needed")
+        for at in self.cuts:
+            if not 0 < at < max(self.lengths):
+                raise MkError(f"experiment.cuts={self.cuts}: {at} does not cut a prompt of {max(self.lengths)} tokens")
+        if self.layers == []:
+            raise MkError("experiment.layers is empty", hint="experiment.layers=null measures all")
+        require_at_least("experiment.small_chunk", self.small_chunk, 1)
+
+
+@dataclass(slots=True)
 class PartialStep:
     name: str
     start_at: str | None  # <layer>.<wave>, null = the step's first

@@ -73,13 +73,24 @@ class Row:
     kernel: str | None = None  # the one that p50_ms is of
     tile: str | None = None  # its tile sizes, warps and stages
     layer: int | None = None  # that the figures below are of; errors are relative distances from float32 of one layer's
-    # contribution, the largest of the batch's rows; ratios the largest of a row's error to its own in bfloat16
+    # contribution, the largest of the batch's rows; ratios the largest of a row's error to its own in bfloat16.
+    # prefill_correctness: of a prompt, where of all layers the ratio is largest; `layer` has the largest of all ratios
     attention_error: float | None = None
     attention_error_bf16: float | None = None
     attention_ratio: float | None = None
     ffn_error: float | None = None
     ffn_error_bf16: float | None = None
     ffn_ratio: float | None = None
+    kv_error: float | None = None  # of the pages, K or V
+    kv_error_bf16: float | None = None
+    kv_ratio: float | None = None
+    router_flips: int | None = None  # layers and tokens with another set of experts than float32 on the same input
+    router_flips_bf16: int | None = None
+    router_margin: float | None = None  # most that a chosen expert's logit lies below float32's last one, relative
+    free_flips: int | None = None  # as router_flips, but through all layers without a correction
+    free_flips_bf16: int | None = None
+    next_step_error: float | None = None  # as logits_error, of the decode step after a prefill
+    next_step_error_bf16: float | None = None
     logit_std: float | None = None  # of attention's scores in float32, over rows, heads and keys in sight
     needles: int | None = None  # keys that a head must return, or must not
     experts_implementation: str | None = None  # of transformers, whose layer is the bfloat16 arm

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from mk.errors import MkError
 from mk.kv import KINDS, KVCache, PageAllocator, kv_layers
@@ -15,6 +16,25 @@ from mk.runtime import pack_keys, pack_values, unpack_keys, unpack_values
 from mk.step_params import KV_BLOCK
 from prefill.kernels import interpreted
 from prefill.triton_prefill import TritonPrefill
+
+
+def require_interpreter() -> None:
+    """Raises MkError where Triton's kernels are made for a GPU."""
+    if not interpreted():
+        raise MkError(
+            "prefill=triton on a CPU needs Triton's interpreter, and Triton was imported without it",
+            hint="set TRITON_INTERPRET=1 in the environment, or prefill=torch",
+        )
+
+
+def hand_over(pools: Mapping[str, Tensor], kv: KVCache, pages: PageAllocator, slot: int) -> None:
+    """Copy a slot's pages to the interpreter's, which have the same numbers."""
+    for kind, pool in pools.items():
+        held = pages.table[kind][slot]
+        held = held[held >= 0]
+        packed = pool[torch.from_numpy(held).long()].float()
+        kv.pools[kind][held, :, :, 0] = unpack_keys(packed[:, :, :, 0]).numpy()
+        kv.pools[kind][held, :, :, 1] = unpack_values(packed[:, :, :, 1]).numpy()
 
 
 class InterpretedPrefill:
@@ -27,11 +47,7 @@ class InterpretedPrefill:
 
         Raises MkError where Triton's kernels are made for a GPU.
         """
-        if not interpreted():
-            raise MkError(
-                "prefill=triton on a CPU needs Triton's interpreter, and Triton was imported without it",
-                hint="set TRITON_INTERPRET=1 in the environment, or prefill=torch",
-            )
+        require_interpreter()
         self.kv = kv
         dtype = torch.bfloat16 if numerics == "kernel" else torch.float32
         heads = kv.geometry.kv_heads
@@ -50,12 +66,7 @@ class InterpretedPrefill:
         if start:
             self._take_over(pages, slot)
         logits = self._prefill.run(pages, slot, tokens, start, every)
-        for kind, pool in self._prefill.pools.items():
-            held = pages.table[kind][slot]
-            held = held[held >= 0]
-            packed = pool[torch.from_numpy(held).long()].float()
-            self.kv.pools[kind][held, :, :, 0] = unpack_keys(packed[:, :, :, 0]).numpy()
-            self.kv.pools[kind][held, :, :, 1] = unpack_values(packed[:, :, :, 1]).numpy()
+        hand_over(self._prefill.pools, self.kv, pages, slot)
         return logits
 
     def _take_over(self, pages: PageAllocator, slot: int) -> None:

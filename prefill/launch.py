@@ -12,7 +12,7 @@ from mk.kv import kv_layers
 from mk.model.packing import PackedWeights
 from prefill.activations import Activations
 from prefill.kernels.attention import attention_kernel
-from prefill.kernels.products import product_kernel, unpack_kernel, up_kernel
+from prefill.kernels.products import product_kernel, unpack_kernel
 from prefill.kernels.residual import embed_kernel, residual_kernel
 from prefill.kernels.rope import append_kernel
 from prefill.kernels.route import route_kernel, sort_kernel
@@ -52,12 +52,36 @@ class Launcher:
             ids, self._matrices["head", None], self._norms[0], a.x, a.normed, self.tokens, **self._rows()
         )
 
+    def enter(self, layer: int, x: Tensor) -> None:
+        """A residual [tokens, hidden] from outside, as the layer finds it; its norm is the one that is computed in a
+        prefill."""
+        a, self.tokens = self.acts, len(x)
+        a.x[: self.tokens, : self.geometry.hidden] = x
+        nothing = torch.zeros(self.tokens, self.geometry.hidden, dtype=a.x.dtype, device=self.device)
+        self._add(a.x, nothing, nothing, a.normed, layer, choices=0)
+
     def residual(self, layer: int) -> None:
         """The layer's end: the residual, and its norm for the next layer or the head."""
+        a = self.acts
+        self._add(a.x, a.attention, a.ffn, a.normed, layer + 1, self._choices(layer))
+
+    def ffn_sum(self, layer: int) -> Tensor:
+        """What the FFN adds to the residual, float32 [tokens, hidden]. To look at: `residual` adds it unrounded."""
         a, g = self.acts, self.geometry
+        x = torch.zeros(self.tokens, a.x.shape[1], device=self.device)
+        nothing = torch.zeros(self.tokens, g.hidden, dtype=a.x.dtype, device=self.device)
+        self._add(x, nothing, a.ffn, torch.empty_like(x), layer + 1, self._choices(layer))
+        return x[:, : g.hidden]
+
+    def _choices(self, layer: int) -> int:
+        """Experts a token, 0 of a dense layer."""
+        return 0 if self.geometry.mlp_kinds[layer] == "dense" else self.geometry.top_k
+
+    def _add(self, x: Tensor, attention: Tensor, ffn: Tensor, normed: Tensor, norm: int, choices: int) -> None:
+        a = self.acts
         residual_kernel[(triton.cdiv(self.tokens, self.tiles.rows),)](
-            a.x, a.attention, a.ffn, a.slot_of, a.weight_of, self._norms[layer + 1], a.normed, self.tokens,
-            CHOICES=0 if g.mlp_kinds[layer] == "dense" else g.top_k, **self._rows(),
+            x, attention, ffn, a.slot_of, a.weight_of, self._norms[norm], normed, self.tokens,
+            CHOICES=choices, **self._rows(),
         )  # fmt: skip
 
     def head(self, rows: Tensor) -> Tensor:
@@ -102,9 +126,10 @@ class Launcher:
     # ---- FFN ----
 
     def dense(self, layer: int) -> None:
-        tile = self.tiles.product(self.tokens, self._shapes["dense_up"].rows)
-        self._up("dense_up", layer, self.acts.dense_hidden, tile, triton.cdiv(self.tokens, tile.m), experts=0)
-        self._product("dense_down", layer, self.acts.dense_hidden, self.acts.ffn)
+        a, tile = self.acts, self.tiles.product(self.tokens, self._shapes["dense_up"].rows)
+        tiles_m = triton.cdiv(self.tokens, tile.m)
+        self._multiply("dense_up", layer, a.normed, a.dense_hidden, tile, tiles_m, GATED=True)
+        self._product("dense_down", layer, a.dense_hidden, a.ffn)
 
     def route(self, layer: int, forced: Tensor | None) -> Tensor:
         """Choose experts and sort the choices by them; the ids int32 [tokens, top_k], by falling logit."""
@@ -126,17 +151,17 @@ class Launcher:
 
     def up(self, layer: int) -> None:
         """Up/gate of the sorted rows."""
-        tile = self._expert_tiles()[0]
-        self._up("up", layer, self.acts.expert_hidden, tile, self._most_tiles(), self.geometry.experts)
+        a, experts = self.acts, self.geometry.experts
+        tile, tiles_m = self._expert_tiles()[0], self._most_tiles()
+        self._multiply(
+            "up", layer, a.normed, a.expert_hidden, tile, tiles_m, EXPERTS=experts, GATED=True, GATHERED=True
+        )
 
     def down(self, layer: int) -> None:
         """Down of the sorted rows; `residual` adds a token's rows up."""
-        a, g, shape, tile = self.acts, self.geometry, self._shapes["down"], self._expert_tiles()[1]
-        product_kernel[(self._most_tiles() * triton.cdiv(g.hidden, tile.n),)](
-            a.expert_hidden, self._matrices["down", layer], a.ffn, a.row_tiles, a.n_tiles, 0,
-            OUT_STRIDE=g.hidden, EXPERTS=g.experts, EXPERT_STRIDE=shape.padded_rows * shape.padded_k, N=shape.rows,
-            K=shape.padded_k, ROTATED=0, SCALE=1.0, **self._tile(tile),
-        )  # fmt: skip
+        a, experts = self.acts, self.geometry.experts
+        tile, tiles_m = self._expert_tiles()[1], self._most_tiles()
+        self._multiply("down", layer, a.expert_hidden, a.ffn, tile, tiles_m, EXPERTS=experts)
 
     # ---- products ----
 
@@ -155,24 +180,30 @@ class Launcher:
     def _packed_product(
         self, name: str, layer: int | None, x: Tensor, out: Tensor, rows: int, rotated: int = 0, scale: float = 1.0
     ) -> None:
-        a, columns = self.acts, self._shapes[name].rows
-        tile = self.tiles.product(rows, columns)
-        product_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(columns, tile.n),)](
-            x, self._matrices[name, layer], out, a.row_tiles, a.n_tiles, rows,
-            OUT_STRIDE=out.shape[1], EXPERTS=0, EXPERT_STRIDE=0, N=columns, K=x.shape[1],
-            ROTATED=rotated, SCALE=scale, **self._tile(tile),
-        )  # fmt: skip
+        tile = self.tiles.product(rows, self._shapes[name].rows)
+        tiles_m = triton.cdiv(rows, tile.m)
+        self._multiply(name, layer, x, out, tile, tiles_m, rows, ROTATED=rotated, SCALE=scale)
 
-    def _up(self, name: str, layer: int, out: Tensor, tile: ProductTile, tiles_m: int, experts: int) -> None:
+    def _multiply(
+        self,
+        name: str,
+        layer: int | None,
+        x: Tensor,
+        out: Tensor,
+        tile: ProductTile,
+        tiles_m: int,
+        rows: int | None = None,
+        **how: int | float,
+    ) -> None:
+        """tiles_m: row tiles, at most. rows: of x, by default the chunk's tokens. how: constants of the kernel that are
+        not those of a plain product."""
         a, shape = self.acts, self._shapes[name]
-        up_kernel[(tiles_m * triton.cdiv(shape.rows, tile.n),)](
-            a.normed, self._matrices[name, layer], out, a.row_tiles, a.n_tiles, a.token_of, self.tokens,
-            EXPERTS=experts, EXPERT_STRIDE=shape.padded_rows * shape.padded_k, FFN=shape.rows // 2,
-            OUT_STRIDE=out.shape[1], K=shape.padded_k, **self._tile(tile),
+        plain = {"EXPERTS": 0, "GATED": False, "GATHERED": False, "ROTATED": 0, "SCALE": 1.0}
+        product_kernel[(tiles_m * triton.cdiv(shape.rows, tile.n),)](
+            x, self._matrices[name, layer], out, a.row_tiles, a.n_tiles, a.token_of, rows or self.tokens,
+            OUT_STRIDE=out.shape[1], EXPERT_STRIDE=shape.padded_rows * shape.padded_k, N=shape.rows, K=shape.padded_k,
+            FLOAT32=self._float32, **{**plain, **how}, **tile.launch(), **FIXED,
         )  # fmt: skip
-
-    def _tile(self, tile: ProductTile) -> dict[str, Any]:
-        return {**tile.launch(), **FIXED, "FLOAT32": self._float32}
 
     def _rows(self) -> dict[str, Any]:
         """Of kernels that own whole rows of the residual."""

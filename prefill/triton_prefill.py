@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,6 +26,14 @@ from prefill.launch import Launcher
 from prefill.tiles import HOPPER, INTERPRETED, Tiles
 
 MAX_PAGES = 2**15  # page tables are int16 on the device
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a chunk's tokens lie, on the device."""
+
+    tiles: Tensor  # of `token_tiles`
+    tables: Mapping[str, Tensor]  # kind -> int16 [slots, blocks]
 
 
 class TritonPrefill:
@@ -129,29 +138,48 @@ class TritonPrefill:
         taken: Tensor | None,
     ) -> None:
         """All layers over one chunk, whose pages are there."""
-        g, launch = self.geometry, self.launch
         parts = [
             prompts[p.prompt].tokens[p.lo - prompts[p.prompt].start : p.hi - prompts[p.prompt].start] for p in pieces
         ]
         ids = self._put(np.concatenate([np.asarray(part, np.int32) for part in parts]))
-        tiles = self._put(token_tiles(pieces, launch.tiles.attention.tokens))
-        tables = {kind: self._put(pages.table[kind].astype(np.int16)) for kind in self.pools}
-        launch.embed(ids)
-        for layer in range(g.layers):
-            kind = g.layer_kinds[layer]
-            launch.qkv(layer)
-            launch.append(layer, self.rope, self.pools[kind], tables[kind], tiles)
-            launch.attention(layer, self.rope, self.pools[kind], tables[kind], tiles)
-            launch.o(layer)
-            if g.mlp_kinds[layer] == "dense":
-                launch.dense(layer)
-            else:
-                chosen = launch.route(layer, None if forced is None else forced[layer])
-                if taken is not None:
-                    taken[layer] = chosen
-                launch.up(layer)
-                launch.down(layer)
-            launch.residual(layer)
+        where = self.place(pages, pieces)
+        self.launch.embed(ids)
+        for layer in range(self.geometry.layers):
+            self.attention(layer, where)
+            chosen = self.ffn(layer, None if forced is None else forced[layer])
+            if taken is not None and chosen is not None:
+                taken[layer] = chosen
+            self.launch.residual(layer)
+
+    # ---- one layer of a chunk: `launch.embed` or `launch.enter` before, `launch.residual` after ----
+
+    def place(self, pages: PageAllocator, pieces: Sequence[Piece]) -> Place:
+        """Where the chunk's tokens lie; their pages are reserved."""
+        tiles = self._put(token_tiles(pieces, self.launch.tiles.attention.tokens))
+        return Place(tiles, {kind: self._put(pages.table[kind].astype(np.int16)) for kind in self.pools})
+
+    def attention(self, layer: int, where: Place) -> None:
+        """Up to `launch.acts.attention`; the tokens' K and V go to their pages."""
+        self.launch.qkv(layer)
+        self.attend(layer, where)
+        self.launch.o(layer)
+
+    def attend(self, layer: int, where: Place) -> None:
+        """From `launch.acts.qkv` through the pages to `launch.acts.heads`."""
+        kind = self.geometry.layer_kinds[layer]
+        pool, table = self.pools[kind], where.tables[kind]
+        self.launch.append(layer, self.rope, pool, table, where.tiles)
+        self.launch.attention(layer, self.rope, pool, table, where.tiles)
+
+    def ffn(self, layer: int, forced: Tensor | None) -> Tensor | None:
+        """Up to `launch.acts.ffn`; the expert ids int32 [tokens, top_k] of a sparse layer, `forced` or the router's."""
+        if self.geometry.mlp_kinds[layer] == "dense":
+            self.launch.dense(layer)
+            return None
+        chosen = self.launch.route(layer, forced)
+        self.launch.up(layer)
+        self.launch.down(layer)
+        return chosen
 
     def _close(self, pieces: list[Piece], logits: Tensor) -> None:
         """The logits of the prompts that end in the chunk."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from experiments import kernel_correctness as experiment
+from experiments import layer_arms
 from experiments.layer_arms import (
     Arm,
     Contributions,
@@ -83,11 +84,33 @@ def test_transformers_layer_in_float32_is_the_reference(layer: int, keys: int) -
     x, history = random_x(1)[0], random_history(keys, seed=layer)
     exact = ReferenceArm(Reference(GEOMETRY, tensors(GEOMETRY))).row(layer, x, history)
     theirs = TransformersArm(GEOMETRY, tensors(GEOMETRY), layer, CPU, torch.float32)
-    ids = None if exact.expert_ids is None else exact.expert_ids[0]
     with torch.no_grad():
-        attention, ffn = theirs.row(x, history, ids)
-    for found, expected in ((attention, exact.attention[0]), (ffn, exact.ffn[0])):
+        made = theirs.run(x[None], history, exact.expert_ids)
+    for found, expected in ((made.attention, exact.attention), (made.ffn, exact.ffn)):
         assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("layer", range(GEOMETRY.layers))
+@pytest.mark.parametrize("replay", [False, True])
+def test_transformers_layer_over_a_prompt_is_the_reference(
+    layer: int, replay: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks of queries, across the window's edge, the router free or given ids."""
+    monkeypatch.setattr(layer_arms, "QUERY_BLOCK", 30)
+    x, ids = random_x(100), None
+    if replay and layer in GEOMETRY.sparse_layers:
+        ids = torch.arange(100)[:, None] % 5 + torch.arange(GEOMETRY.top_k)
+    exact, logits = ReferenceArm(Reference(GEOMETRY, tensors(GEOMETRY))).run(layer, x, ids)
+    theirs = TransformersArm(GEOMETRY, tensors(GEOMETRY), layer, CPU, torch.float32)
+    with torch.no_grad():
+        found = theirs.run(x, History.none(GEOMETRY, CPU), ids)
+    for name in ("attention", "ffn", "keys", "values"):
+        ours, wanted = getattr(found, name), getattr(exact, name)
+        assert ours.shape == wanted.shape and (ours - wanted).norm() < 1e-5 * wanted.norm(), name
+    if logits is None:
+        assert found.choice is None and exact.choice is None
+    else:
+        assert torch.equal(found.choice, exact.choice) and torch.equal(exact.choice[:, 0], logits.argmax(-1))
 
 
 @pytest.mark.parametrize("layer", range(GEOMETRY.layers))

@@ -31,7 +31,7 @@ def compiled() -> list[dict[str, Any]]:
 def test_no_kernel_needs_more_than_an_sm_has(compiled: list[dict[str, Any]], figure: Callable[[str], None]) -> None:
     kernels = {made["kernel"] for made in compiled}
     assert kernels == {
-        "embed_kernel", "product_kernel", "append_kernel", "attention_kernel", "up_kernel", "route_kernel",
+        "embed_kernel", "product_kernel", "append_kernel", "attention_kernel", "route_kernel",
         "sort_kernel", "residual_kernel", "unpack_kernel",
     }  # fmt: skip
     for made in compiled:
@@ -46,7 +46,7 @@ def test_no_kernel_needs_more_than_an_sm_has(compiled: list[dict[str, Any]], fig
 def test_products_and_attention_run_on_wgmma_fed_by_16_byte_copies(compiled: list[dict[str, Any]]) -> None:
     sizes = set()
     for made in compiled:
-        if made["kernel"] in ("product_kernel", "up_kernel", "attention_kernel", "route_kernel"):
+        if made["kernel"] in ("product_kernel", "attention_kernel", "route_kernel"):
             assert made["wgmma"] and not made["mma"] and made["stack_bytes"] == 0, made
             assert made["copies"] == made["copies_of_16_bytes"] > 0, made
             sizes.add(made["constants"].get("BLOCK_M"))

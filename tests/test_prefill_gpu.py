@@ -7,7 +7,6 @@ does to the reference. Pages are permuted and NaN before, so are the activations
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from experiments.kernel_checks import NOISE_RATIO, SLACK, Bfloat16Reference, Oracle, consult, differing_sets, same_bits
+from experiments.prefill_rig import Rig, poison, same_pages
 from mk.build import build
 from mk.graph import LAYER_WAVES
 from mk.kv import KINDS, PageAllocator, blocks_of, kv_layers, pages_for_contexts
@@ -31,7 +31,7 @@ from mk.runtime import Runtime
 from mk.splits import SplitPolicy
 from prefill.chunks import Piece, Prompt, token_tiles
 from prefill.tiles import HOPPER
-from tests.prefill_rig import Rig, needs_compiler, poison
+from tests.prefill_rig import needs_compiler
 
 pytestmark = [pytest.mark.gpu, needs_compiler]
 
@@ -69,12 +69,8 @@ class Subject:
         return self.oracle.ids[:length].transpose(0, 1).contiguous()
 
     def rig(self, slots: int = 1, positions: int | None = None, chunk: int = 8192, **options: object) -> Rig:
-        """With as many pages as prompts of `positions` tokens need in such chunks."""
-        positions = positions or self.length
-        g = self.source.geometry
-        counts = pages_for_contexts(g, slots, positions, chunk, paged_chunk=True)
-        made = Rig(self.packed, counts, positions, slots, chunk, torch.bfloat16, **options)
-        poison(made.prefill.launch.acts, g)
+        made = Rig.for_prompts(self.packed, slots, positions or self.length, chunk, **options)
+        poison(made.prefill.launch.acts, self.source.geometry)
         return made
 
 
@@ -96,12 +92,6 @@ def wide() -> Subject:
 def subject(request: pytest.FixtureRequest) -> Subject:
     found: Subject = request.getfixturevalue(request.param)
     return found
-
-
-def equal(a: Sequence[tuple[Tensor, Tensor]], b: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """The same bits in every K and V."""
-    pairs = ((x.contiguous(), y.contiguous()) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))
-    return all(torch.equal(x.view(torch.int16), y.view(torch.int16)) for x, y in pairs)
 
 
 @pytest.mark.parametrize("products", ["packed", "torch"])
@@ -178,7 +168,7 @@ def check_packed(subject: Subject, length: int, neighbours: list[list[int]], chu
     prompts = [Prompt(2, neighbours[0]), Prompt(1, tokens), Prompt(0, neighbours[1])]
     logits = crowd.prefill.forward(crowd.pages, prompts)
     assert logits.isfinite().all() and same_bits(logits[1], expected)
-    assert equal(crowd.visible(1, length), alone.visible(0, length))
+    assert same_pages(crowd.visible(1, length), alone.visible(0, length))
 
 
 @pytest.mark.parametrize("cut", [1, 63, 64, 200, 257])
@@ -197,7 +187,7 @@ def check_continued(subject: Subject, length: int, cut: int) -> None:
     parts.prefill.forward(parts.pages, [Prompt(0, subject.tokens[:cut])])
     logits = parts.prefill.forward(parts.pages, [Prompt(0, subject.tokens[cut:length], cut)])[0]
     assert same_bits(logits, expected)
-    assert equal(parts.visible(0, length), whole.visible(0, length))
+    assert same_pages(parts.visible(0, length), whole.visible(0, length))
 
 
 def test_twenty_repeats_give_the_same_bits(wide: Subject) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from experiments.prefill_rig import make_pools, poison
 from mk.kv import KINDS, kv_layers
 from mk.model.packing import pack_matrix
 from mk.model.reference import rms_norm, rope_table, rotate, top_k
@@ -15,7 +18,7 @@ from prefill.chunks import Piece, token_tiles
 from prefill.launch import Launcher
 from prefill.tiles import INTERPRETED, AttentionTile, ProductTile, Tiles
 from tests.interpreter_rig import GEOMETRY, weights
-from tests.prefill_rig import make_pools, needs_interpreter, poison
+from tests.prefill_rig import needs_interpreter
 
 pytestmark = needs_interpreter
 
@@ -37,6 +40,14 @@ SMALL = Tiles(
 )
 
 
+@triton.jit
+def _convert_kernel(x, narrow, wide, N: tl.constexpr):
+    at = tl.arange(0, N)
+    value = tl.load(x + at).to(tl.bfloat16)
+    tl.store(narrow + at, value)
+    tl.store(wide + at, value.to(tl.float32))
+
+
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -48,6 +59,17 @@ def launcher(tiles: Tiles = INTERPRETED, tokens: int = TOKENS, products: str = "
     poison(made.acts, G)
     made.acts.normed[:tokens, : G.hidden] = random(tokens, G.hidden)
     return made
+
+
+def test_bfloat16_is_rounded_as_torch_rounds_it() -> None:
+    """To nearest, ties to even, carries into the exponent, infinities, subnormal numbers, NaN."""
+    odd = [torch.inf, -torch.inf, torch.nan, -torch.nan, 0.0, -0.0, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8, 2 - 2**-9, 1e-40]
+    x = torch.cat([torch.tensor(odd), random(1000 - len(odd)), random(24, seed=1) * 1e-38])
+    narrow, wide = torch.zeros(1024, dtype=torch.bfloat16), torch.zeros(1024)
+    _convert_kernel[(1,)](x, narrow, wide, N=1024)
+    assert torch.equal(narrow.isnan(), x.isnan()) and torch.equal(wide.isnan(), x.isnan())
+    assert torch.equal(narrow[~x.isnan()].view(torch.int16), x.bfloat16()[~x.isnan()].view(torch.int16))
+    assert torch.equal(wide.nan_to_num(7), x.bfloat16().float().nan_to_num(7))
 
 
 def matrix(name: str, layer: int, expert: int = 0) -> Tensor:

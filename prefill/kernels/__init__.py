@@ -10,3 +10,9 @@ from triton.runtime.interpreter import InterpretedFunction
 def interpreted() -> bool:
     """Whether kernels run under Triton's interpreter: as Triton was set when it was imported."""
     return isinstance(triton.language.sum, InterpretedFunction)
+
+
+if interpreted():
+    from prefill.kernels.rounding import round_to_nearest
+
+    round_to_nearest()

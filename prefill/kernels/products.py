@@ -1,4 +1,4 @@
-"""Products with packed matrices: a plain one, the pair gate/up with SiLU, and both again over sorted experts' rows.
+"""The product with a packed matrix: plain or gated (gate/up with SiLU), of one matrix or of sorted experts' rows.
 
 Experts: `tiles` int32 [tiles, 4] lists (expert, first row, end row, 0) of tiles of BLOCK_M sorted rows, each expert's
 last one cut short, and `n_tiles` says how many there are; a grid may be larger. Without experts, row tiles follow each
@@ -15,30 +15,19 @@ from prefill.kernels.tile import gate_up_row, grouped_tile, packed_k, packed_row
 
 
 @triton.jit
-def _row_tile(m, tiles, rows, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, first row, end) of a row tile."""
-    if EXPERTS:
-        expert = tl.load(tiles + m * 4)
-        first = tl.load(tiles + m * 4 + 1)
-        end = tl.load(tiles + m * 4 + 2)
-    else:
-        expert = 0
-        first = m * BLOCK_M
-        end = tl.minimum(rows, first + BLOCK_M)
-    return expert, first, end
-
-
-@triton.jit
-def _product_tile(
+def _tile(
     x,
     w,
     out,
+    token_of,
     first,
     end,
     n,
     OUT_STRIDE: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
+    GATED: tl.constexpr,
+    GATHERED: tl.constexpr,
     ROTATED: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -47,19 +36,31 @@ def _product_tile(
     STAGES: tl.constexpr,
     FLOAT32: tl.constexpr,
 ):
+    """Rows first .. end - 1, at most BLOCK_M of them, by the columns of tile n."""
     row = first + tl.arange(0, BLOCK_M)
-    column = n * BLOCK_N + tl.arange(0, BLOCK_N)
-    x_rows = x + tl.minimum(row, end - 1).to(tl.int64) * K
-    w_row = tl.minimum(column, N - 1)
-    if ROTATED:
+    source = tl.minimum(row, end - 1)
+    if GATHERED:
+        source = tl.load(token_of + source)
+    w_row = tl.minimum(n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+    if GATED:
+        w_row = gate_up_row(w_row)
+    elif ROTATED:
         w_row = qkv_row(w_row, ROTATED)
-    acc = tile_product(x_rows, packed_rows(w, w_row, K), K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FLOAT32)
-    if SCALE != 1.0:
+    acc = tile_product(
+        x + source.to(tl.int64) * K, packed_rows(w, w_row, K), K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FLOAT32
+    )
+    if GATED:
+        gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
+        acc = gate / (1.0 + tl.exp(-gate)) * up
+    elif SCALE != 1.0:
         acc *= SCALE
-    out_ptrs = out + row.to(tl.int64)[:, None] * OUT_STRIDE + column[None, :]
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    COLUMNS: tl.constexpr = N // 2 if GATED else N
+    column = n * WIDTH + tl.arange(0, WIDTH)
     keep = row[:, None] < end
-    if N % BLOCK_N != 0:
-        keep = keep & (column[None, :] < N)
+    if COLUMNS % WIDTH != 0:
+        keep = keep & (column[None, :] < COLUMNS)
+    out_ptrs = out + row.to(tl.int64)[:, None] * OUT_STRIDE + column[None, :]
     tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=keep)
 
 
@@ -70,12 +71,15 @@ def product_kernel(
     out,
     tiles,
     n_tiles,
+    token_of,
     rows,
     OUT_STRIDE: tl.constexpr,
     EXPERTS: tl.constexpr,
     EXPERT_STRIDE: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
+    GATED: tl.constexpr,
+    GATHERED: tl.constexpr,
     ROTATED: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -86,9 +90,11 @@ def product_kernel(
     STAGES: tl.constexpr,
     FLOAT32: tl.constexpr,
 ):
-    """out [rows, OUT_STRIDE >= N] = x [rows, K] times the (expert's) packed matrix, transposed, times SCALE.
+    """out [rows, OUT_STRIDE >= N] = x [rows, K] times the (expert's) packed matrix [N, K], transposed, times SCALE.
 
-    ROTATED: so many rows of the matrix, from the first, are packed as heads that rotate.
+    GATED: out [rows, OUT_STRIDE >= N / 2] = silu(x gate^T) * (x up^T) instead, of a matrix that packs N / 2 rows of
+    each. A tile's columns alternate between gate and up, so that a pair stays in one thread. GATHERED: row r of x is
+    token_of[r]. ROTATED: so many rows of the matrix, from the first, are packed as heads that rotate.
     """
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tiles_m = tl.load(n_tiles) if EXPERTS else tl.cdiv(rows, BLOCK_M)
@@ -96,99 +102,24 @@ def product_kernel(
     if pid >= tiles_m * TILES_N:
         return
     m, n = grouped_tile(pid, tiles_m, TILES_N, GROUP_M)
-    expert, first, end = _row_tile(m, tiles, rows, EXPERTS, BLOCK_M)
     if EXPERTS:
+        expert = tl.load(tiles + m * 4)
+        first = tl.load(tiles + m * 4 + 1)
+        end = tl.load(tiles + m * 4 + 2)
         w += expert.to(tl.int64) * EXPERT_STRIDE
-    if TAIL and end - first <= TAIL:
-        _product_tile(
-            x, w, out, first, end, n, OUT_STRIDE, N, K, ROTATED, SCALE, TAIL, BLOCK_N, BLOCK_K, STAGES, FLOAT32
-        )
     else:
-        _product_tile(
-            x, w, out, first, end, n, OUT_STRIDE, N, K, ROTATED, SCALE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FLOAT32
-        )
-
-
-@triton.jit
-def _up_tile(
-    x,
-    w,
-    out,
-    token_of,
-    first,
-    end,
-    n,
-    EXPERTS: tl.constexpr,
-    FFN: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    FLOAT32: tl.constexpr,
-):
-    row = first + tl.arange(0, BLOCK_M)
-    token = tl.minimum(row, end - 1)
-    if EXPERTS:
-        token = tl.load(token_of + token)
-    column = tl.minimum(n * BLOCK_N + tl.arange(0, BLOCK_N), 2 * FFN - 1)
-    x_rows = x + token.to(tl.int64) * K
-    w_rows = packed_rows(w, gate_up_row(column), K)
-    acc = tile_product(x_rows, w_rows, K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FLOAT32)
-    gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
-    hidden = gate / (1.0 + tl.exp(-gate)) * up
-    feature = n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-    keep = row[:, None] < end
-    if 2 * FFN % BLOCK_N != 0:
-        keep = keep & (feature[None, :] < FFN)
-    out_ptrs = out + row.to(tl.int64)[:, None] * OUT_STRIDE + feature[None, :]
-    tl.store(out_ptrs, hidden.to(out.dtype.element_ty), mask=keep)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def up_kernel(
-    x,
-    w,
-    out,
-    tiles,
-    n_tiles,
-    token_of,
-    rows,
-    EXPERTS: tl.constexpr,
-    EXPERT_STRIDE: tl.constexpr,
-    FFN: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    TAIL: tl.constexpr,
-    STAGES: tl.constexpr,
-    FLOAT32: tl.constexpr,
-):
-    """out [rows, OUT_STRIDE >= FFN] = silu(x gate^T) * (x up^T); x [tokens, K] is read through `token_of`.
-
-    A tile's columns alternate between gate and up, so that a pair stays in one thread.
-    """
-    TILES_N: tl.constexpr = (2 * FFN + BLOCK_N - 1) // BLOCK_N
-    tiles_m = tl.load(n_tiles) if EXPERTS else tl.cdiv(rows, BLOCK_M)
-    pid = tl.program_id(0)
-    if pid >= tiles_m * TILES_N:
-        return
-    m, n = grouped_tile(pid, tiles_m, TILES_N, GROUP_M)
-    expert, first, end = _row_tile(m, tiles, rows, EXPERTS, BLOCK_M)
-    if EXPERTS:
-        w += expert.to(tl.int64) * EXPERT_STRIDE
+        first = m * BLOCK_M
+        end = tl.minimum(rows, first + BLOCK_M)
     if TAIL and end - first <= TAIL:
-        _up_tile(
-            x, w, out, token_of, first, end, n, EXPERTS, FFN, OUT_STRIDE, K, TAIL, BLOCK_N, BLOCK_K, STAGES, FLOAT32
-        )
+        _tile(
+            x, w, out, token_of, first, end, n,
+            OUT_STRIDE, N, K, GATED, GATHERED, ROTATED, SCALE, TAIL, BLOCK_N, BLOCK_K, STAGES, FLOAT32,
+        )  # fmt: skip
     else:
-        _up_tile(
-            x, w, out, token_of, first, end, n, EXPERTS, FFN, OUT_STRIDE, K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FLOAT32
-        )
+        _tile(
+            x, w, out, token_of, first, end, n,
+            OUT_STRIDE, N, K, GATED, GATHERED, ROTATED, SCALE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FLOAT32,
+        )  # fmt: skip
 
 
 @triton.jit

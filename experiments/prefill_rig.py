@@ -1,0 +1,124 @@
+"""A prefill in Triton with pages of its own, on any device, made so that what it must not read shows: everything is NaN
+before, and pages are handed out in a random order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from mk.kv import KINDS, PAGE, PageAllocator, blocks_of, first_visible, kv_layers, pages_for_contexts
+from mk.model.geometry import Geometry
+from mk.model.packing import PackedWeights
+from mk.runtime import unpack_keys, unpack_values
+from mk.step_params import KV_BLOCK
+from prefill.activations import Activations
+from prefill.tiles import Tiles
+from prefill.triton_prefill import TritonPrefill
+
+
+def make_pools(
+    geometry: Geometry, pages: Mapping[str, int], dtype: torch.dtype, device: str = "cpu"
+) -> dict[str, Tensor]:
+    """Pages full of NaN."""
+    return {
+        kind: torch.full(
+            (pages[kind], max(1, len(kv_layers(geometry, kind))), geometry.kv_heads, 2, KV_BLOCK),
+            torch.nan,
+            dtype=dtype,
+            device=device,
+        )
+        for kind in KINDS
+    }
+
+
+def poison(acts: Activations, g: Geometry) -> None:
+    """NaN everywhere but in padding: what a kernel reads it must have been given."""
+    for buffer, width in (
+        (acts.x, g.hidden),
+        (acts.normed, g.hidden),
+        (acts.qkv, g.qkv_rows),
+        (acts.heads, g.q_width),
+        (acts.attention, g.hidden),
+        (acts.dense_hidden, g.dense_ffn),
+        (acts.expert_hidden, g.expert_ffn),
+        (acts.ffn, g.hidden),
+        (acts.expert_weights, g.top_k),
+        (acts.weight_of, g.top_k),
+    ):
+        buffer[:, :width] = torch.nan
+
+
+class Rig:
+    """A prefill with its pools and the allocator of their pages."""
+
+    def __init__(
+        self,
+        weights: PackedWeights,
+        pages: int | Mapping[str, int],
+        positions: int,
+        slots: int = 1,
+        chunk: int = 512,
+        dtype: torch.dtype = torch.float32,
+        page_seed: int = 0,
+        products: str = "packed",
+        tiles: Tiles | None = None,
+        pools: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """pages: of each pool. positions: of the longest sequence. dtype: of pages and activations. pools: someone
+        else's, of as many pages."""
+        self.geometry = weights.geometry
+        counts = dict.fromkeys(KINDS, pages) if isinstance(pages, int) else pages
+        self.pools = pools or make_pools(self.geometry, counts, dtype, str(weights.slots.device))
+        self.pages = PageAllocator(self.geometry, counts, slots, blocks_of(positions), page_seed)
+        self.prefill = TritonPrefill(weights, self.pools, positions, chunk, products, tiles)
+
+    @classmethod
+    def for_prompts(
+        cls,
+        weights: PackedWeights,
+        slots: int,
+        positions: int,
+        chunk: int,
+        page_seed: int = 0,
+        products: str = "packed",
+        tiles: Tiles | None = None,
+    ) -> Self:
+        """bfloat16, with as many pages as prompts of `positions` tokens need in such chunks."""
+        chunk = min(chunk, slots * positions)
+        counts = pages_for_contexts(weights.geometry, slots, positions, chunk, paged_chunk=True)
+        return cls(weights, counts, positions, slots, chunk, torch.bfloat16, page_seed, products, tiles)
+
+    def visible(self, slot: int, keys: int) -> list[tuple[Tensor, Tensor]]:
+        """K and V [kv_heads, n, d] of every layer, of the keys that the token after `keys` of them sees."""
+        found = []
+        for layer, kind in enumerate(self.geometry.layer_kinds):
+            first = first_visible(keys + 1, self.geometry.window_keys if kind == "sliding" else None)
+            found.append(self.held(slot, layer, first, keys))
+        return found
+
+    def held(self, slot: int, layer: int, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """K and V [kv_heads, n, d] of one layer, of the keys first .. end - 1, which have pages."""
+        kind, block = self.geometry.layer_kinds[layer], first // PAGE
+        table = self.pages.table[kind][slot, block : blocks_of(end)]
+        assert (table >= 0).all()
+        pool = self.prefill.pools[kind]
+        index = kv_layers(self.geometry, kind).index(layer)
+        numbers = torch.from_numpy(table).long().to(pool.device)
+        packed = pool[numbers, index].transpose(0, 1)  # [heads, pages, 2, block]
+        rows = slice(first - block * PAGE, end - block * PAGE)
+        k, v = unpack_keys(packed[:, :, 0]), unpack_values(packed[:, :, 1])
+        return k.flatten(1, 2)[:, rows], v.flatten(1, 2)[:, rows]
+
+    def clear_pages(self) -> None:
+        """NaN in every page, as at first."""
+        for pool in self.prefill.pools.values():
+            pool.fill_(torch.nan)
+
+
+def same_pages(a: Sequence[tuple[Tensor, Tensor]], b: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """The same bits in every K and V of two bfloat16 `Rig.visible`."""
+    pairs = ((x.contiguous(), y.contiguous()) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))
+    return all(torch.equal(x.view(torch.int16), y.view(torch.int16)) for x, y in pairs)
