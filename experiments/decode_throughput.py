@@ -7,6 +7,8 @@ experts that top-k published, and is refused when the checks fail or the figures
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import time
 from dataclasses import dataclass
@@ -26,12 +28,13 @@ from mk.errors import MkError
 from mk.kv import KINDS, PageAllocator, blocks_of
 from mk.model.packing import PackedWeights
 from mk.programs import Plan, Programs, bucket_for
-from mk.roofline import step_bytes, uniform_experts
+from mk.roofline import uniform_experts
 from mk.rows import Row
 from mk.runs import RunFolder
 from mk.runtime import Runtime
 from mk.sampling import SamplingParams, sample_row
 from mk.schedule.lower import Program
+from mk.step_figures import experts_agree, raw_steps, step_figures
 from mk.step_params import MAX_ROWS, MAX_WINDOW, MIN_WINDOW
 from mk.trace import TRACE_DEFINE, StepTrace, causes_table, records_of
 
@@ -43,15 +46,16 @@ DEVICE = torch.device("cuda")
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Of the timed steps of one batch. Milliseconds."""
+    """Of the timed steps of one batch."""
 
-    p10: float
-    p50: float
-    p90: float
-    mean: float
-    wall: float  # by the host's clock, a step
-    distinct_experts: float  # that a sparse layer touched in a step
+    step_ms: list[float]
+    wall_ms: float  # by the host's clock, a step
+    experts_by_layer: list[float]  # distinct ones that each sparse layer touched in a step, mean over the steps
     drawn_as_twin: bool  # the last step's tokens
+
+    @property
+    def p50_ms(self) -> float:
+        return float(np.median(self.step_ms))
 
 
 def main(cfg: Config) -> int:
@@ -60,13 +64,18 @@ def main(cfg: Config) -> int:
     return 0
 
 
-def run(cfg: Config) -> list[Row]:
-    """A row a batch. Raises MkError for what cannot be measured, a check that fails and figures that cannot be."""
+def run(cfg: Config, within: RunFolder | None = None) -> list[Row]:
+    """A row a batch, written to a run folder of its own or to that of the run that this is a part of.
+
+    Raises MkError for what cannot be measured, a check that fails and figures that cannot be.
+    """
     check(cfg)
     settings = cfg.experiment
     held = hold_weights(cfg, DEVICE)
     source = held.source
-    geometry, plan = source.geometry, Plan.from_config(cfg)
+    geometry = source.geometry
+    oracle = cfg.routing.name == "oracle"
+    plan = dataclasses.replace(Plan.from_config(cfg), oracle=oracle)
     library = build(geometry, plan.splits)
     print(
         f"library {library.build_hash}: {library.registers} registers, {library.spill_bytes} bytes spilled", flush=True
@@ -77,8 +86,9 @@ def run(cfg: Config) -> list[Row]:
     total = settings.warmup + settings.steps
     routes = {rows: forced_ids(cfg.routing, geometry, rows, total) for rows in settings.batches}
     runtime = _runtime(cfg, library, held.packed)
-    with RunFolder.create(cfg) as folder:
-        outcomes = _check(runtime, held, programs, settings.batches, settings.check_tokens)
+    with _folder(cfg, within) as folder:
+        # an oracle's steps have no logits to check
+        outcomes = {} if oracle else _check(runtime, held, programs, settings.batches, settings.check_tokens)
         rows = []
         for batch in settings.batches:
             timing = measure(
@@ -89,9 +99,10 @@ def run(cfg: Config) -> list[Row]:
                 settings.context,
                 settings.steps,
                 settings.warmup,
+                trusted=not oracle,
             )
-            rows.append(_row(cfg, folder, library, programs[batch], timing, outcomes[batch]))
-            folder.append_row(rows[-1])
+            bound = "oracle" if oracle else None
+            rows.append(_append(cfg, folder, library, programs[batch], timing, outcomes.get(batch), bound))
             print(_line(rows[-1]), flush=True)
         if settings.zero_wait:
             rows += _bounds(cfg, folder, held.packed, programs, routes)
@@ -100,6 +111,10 @@ def run(cfg: Config) -> list[Row]:
                 _trace(cfg, folder, runtime.weights, programs[batch], routes[batch])
         print(f"\n{_table(cfg, rows)}\nrun folder: {folder.path}")
     return rows
+
+
+def _folder(cfg: Config, within: RunFolder | None) -> contextlib.AbstractContextManager[RunFolder]:
+    return RunFolder.create(cfg) if within is None else contextlib.nullcontext(within.under(cfg))
 
 
 def _check(
@@ -135,7 +150,6 @@ def _check_settings(cfg: Config) -> None:
     engine = cfg.engine.name
     cases: list[tuple[bool, str, str | None]] = [
         (engine in ("auto", "cuda"), f"decode_throughput times the kernel, not engine={engine}", "engine=cuda"),
-        (cfg.routing.name != "oracle", "routing=oracle: the kernel makes ids in top-k only", "routing=uniform"),
         (bool(s.batches), "experiment.batches is empty", "experiment.batches=[1]"),
         (all(1 <= b <= MAX_ROWS for b in s.batches), f"experiment.batches={s.batches} must lie in 1..{MAX_ROWS}", None),
         (s.steps >= 1, f"experiment.steps={s.steps} must be at least 1", None),
@@ -233,10 +247,8 @@ def measure(
     runtime.force_routing(None)
     keys, drawn = first + warmup + steps - 1, runtime.tokens_of(last).tokens.tolist()
     twin = [sample_row(runtime.logits(row).cpu().numpy(), params, keys) for row, params in enumerate(sampling)]
-    times = np.array([a.elapsed_time(b) for a, b in itertools.pairwise(events)])
-    p10, p50, p90 = (float(np.percentile(times, p)) for p in (10, 50, 90))
-    experts = distinct_experts(taken[warmup:, :, :rows], g)
-    return Timing(p10, p50, p90, float(times.mean()), wall, experts, drawn == twin)
+    times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+    return Timing(times, wall, distinct_experts(taken[warmup:, :, :rows], g), drawn == twin)
 
 
 def _bounds(
@@ -252,8 +264,7 @@ def _bounds(
         sampling = _sampling(cfg, batch)
         lengths = settings.context, settings.steps, settings.warmup
         timing = measure(runtime, programs[batch], routes[batch], sampling, *lengths, trusted=False)
-        rows.append(_row(cfg, run, library, programs[batch], timing, None))
-        run.append_row(rows[-1])
+        rows.append(_append(cfg, run, library, programs[batch], timing, None, "zero_wait"))
         print(_line(rows[-1]), flush=True)
     return rows
 
@@ -264,58 +275,52 @@ def _trace(cfg: Config, run: RunFolder, weights: PackedWeights, program: Program
     runtime = _runtime(cfg, library, weights, records_of(program))
     settings, rows = cfg.experiment, program.shape.rows
     steps = min(settings.steps, 32)
-    timing = measure(runtime, program, forced, _sampling(cfg, rows), settings.context, steps, settings.warmup)
+    trusted = cfg.routing.name != "oracle"
+    timing = measure(
+        runtime, program, forced, _sampling(cfg, rows), settings.context, steps, settings.warmup, trusted=trusted
+    )
     step = StepTrace.read(runtime["trace"])
     path = run.path / f"trace_batch{rows}.json"
     step.perfetto(path)
     step.save(path.with_suffix(".npz"))
     causes = causes_table(step.causes(), program.shape.geometry.layers)
-    print(f"\nbatch {rows}, trace build: p50 {timing.p50:.4f} ms; timeline in {path}\n{causes}", flush=True)
+    print(f"\nbatch {rows}, trace build: p50 {timing.p50_ms:.4f} ms; timeline in {path}\n{causes}", flush=True)
 
 
-def _row(
-    cfg: Config, run: RunFolder, library: Library, program: Program, timing: Timing, outcome: Outcome | None
+def _append(
+    cfg: Config,
+    run: RunFolder,
+    library: Library,
+    program: Program,
+    timing: Timing,
+    outcome: Outcome | None,
+    bound: str | None = None,
 ) -> Row:
-    """The batch's row, a bound's where nothing was checked. Raises MkError for figures that cannot be."""
-    g, batch, context, gpu = program.shape.geometry, program.shape.rows, cfg.experiment.context, cfg.gpu
-    total = step_bytes(g, [context] * batch, timing.distinct_experts).total
-    assert gpu.nominal_tb_s is not None  # GpuConfig wants it of every card
-    floor = total / (gpu.nominal_tb_s * 1e9)
-    if timing.p50 < floor:
-        raise MkError(f"batch {batch}: p50 {timing.p50:.4f} ms is under the {floor:.4f} ms that {total:.3e} bytes take")
+    """Writes the batch's row; of a bound nothing but the schedule was checked. Raises MkError for figures that cannot be."""
+    g, batch, context = program.shape.geometry, program.shape.rows, [cfg.experiment.context] * program.shape.rows
+    raw = raw_steps(timing.step_ms, timing.experts_by_layer)
+    figures = step_figures(g, cfg.gpu, context, raw)
     if outcome and not timing.drawn_as_twin:
         raise MkError(f"batch {batch}: the last step's tokens are not what mk/sampling.py draws from its logits")
-    expected = uniform_experts(g, batch)
-    if cfg.routing.name == "uniform" and abs(timing.distinct_experts / expected - 1) > 0.02:
-        raise MkError(
-            f"batch {batch}: {timing.distinct_experts:.2f} distinct experts, uniform routing has {expected:.2f}"
-        )
+    expected, distinct = uniform_experts(g, batch), figures["distinct_experts"]
+    if cfg.routing.name in ("uniform", "oracle") and not experts_agree(distinct, expected):
+        raise MkError(f"batch {batch}: {distinct:.2f} distinct experts, uniform routing has {expected:.2f}")
     checks = {**outcome.checks, "drawn_as_twin": timing.drawn_as_twin} if outcome else {}
-    fixed = None
-    if gpu.measured_tb_s is not None:
-        fixed = (timing.p50 - total / (gpu.measured_tb_s * 1e9)) * 1e3 / g.layers
-    return run.row(
+    row = run.row(
         engine="cuda",
         dtype="bfloat16",
         batch=batch,
-        context=[context] * batch,
+        context=context,
         checks={"schedule_verified": True, **checks},
-        bound=None if outcome else "zero_wait",
+        bound=bound,
         build_hash=library.build_hash,
         schedule_hash=program.schedule_hash,
-        p50_ms=timing.p50,
-        p10_ms=timing.p10,
-        p90_ms=timing.p90,
-        wall_ms=timing.wall,
-        steps=cfg.experiment.steps,
-        tokens_per_s=batch / timing.p50 * 1e3,
-        distinct_experts=timing.distinct_experts,
-        bytes_per_step=total,
-        pct_nominal=100 * floor / timing.p50,
-        fixed_us_per_layer=fixed,
+        wall_ms=timing.wall_ms,
         logits_error=outcome.error[0] if outcome else None,
         logits_error_bf16=outcome.error_bf16[0] if outcome else None,
+        **figures,
     )
+    return run.append_row(row, raw)
 
 
 COLUMNS = ("batch", "p50 ms", "p10", "p90", "loop", "tok/s", "experts", "GB/step", "% nominal", "us/layer")

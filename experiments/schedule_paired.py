@@ -67,22 +67,22 @@ def _report(
     print(
         f"\nbatch {batch}, {len(rounds)} rounds on the card: rank correlation {correlation:.2f}, mean error {error:.1%}"
     )
+    base = times[:, labels.index("configured")]
     for column, label in enumerate(labels):
-        beyond, half = paired(times[:, column], times[:, labels.index("configured")])
+        beyond, half = paired(times[:, column], base)
         print(f"{label:14}{mean[column]:10.4f} ms{beyond:+10.4f} ± {half:.4f}   simulated {model[column]:.4f}")
         last = rounds[-1][label]
-        run.append_row(
-            dataclasses.replace(
-                last,
-                experiment=run.config.experiment.name,
-                p50_ms=float(mean[column]),
-                simulated_ms=float(model[column]),
-                paired_ms=beyond,
-                paired_ci95_ms=half,
-                rank_correlation=correlation,
-                mean_error=error,
-            )
+        row = dataclasses.replace(
+            last,
+            experiment=run.config.experiment.name,
+            p50_ms=float(mean[column]),
+            simulated_ms=float(model[column]),
+            paired_ms=beyond,
+            paired_ci95_ms=half,
+            rank_correlation=correlation,
+            mean_error=error,
         )
+        run.append_row(row, {"round_ms": times[:, column].tolist(), "configured_ms": base.tolist()})
 
 
 def paired(times: np.ndarray, base: np.ndarray) -> tuple[float, float]:
