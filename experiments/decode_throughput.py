@@ -21,6 +21,7 @@ from experiments.device_weights import HeldWeights, hold_weights
 from experiments.forced_routing import distinct_experts, forced_ids
 from experiments.kernel_checks import Outcome, fill, run_checks
 from experiments.opening import make_runtime
+from experiments.settings import DecodeThroughput
 from mk.build import ZERO_WAIT_DEFINE, Library, build
 from mk.config import Config
 from mk.device import DeviceFacts
@@ -111,6 +112,13 @@ def run(cfg: Config, within: RunFolder | None = None) -> list[Row]:
                 _trace(cfg, folder, runtime.weights, programs[batch], routes[batch])
         print(f"\n{_table(cfg, rows)}\nrun folder: {folder.path}")
     return rows
+
+
+def job_of(cfg: Config, **settings: object) -> Config:
+    """A configuration of an experiment that extends this one, as this one takes it; settings: fields to change."""
+    own = {field.name: getattr(cfg.experiment, field.name) for field in dataclasses.fields(DecodeThroughput)}
+    own |= {"name": "decode_throughput", **settings}
+    return dataclasses.replace(cfg, experiment=DecodeThroughput(**own))
 
 
 def _folder(cfg: Config, within: RunFolder | None) -> contextlib.AbstractContextManager[RunFolder]:
@@ -296,7 +304,7 @@ def _append(
     outcome: Outcome | None,
     bound: str | None = None,
 ) -> Row:
-    """Writes the batch's row; of a bound nothing but the schedule was checked. Raises MkError for figures that cannot be."""
+    """Writes the batch's row; of a bound nothing but the schedule was checked. Raises MkError for wrong figures."""
     g, batch, context = program.shape.geometry, program.shape.rows, [cfg.experiment.context] * program.shape.rows
     raw = raw_steps(timing.step_ms, timing.experts_by_layer)
     figures = step_figures(g, cfg.gpu, context, raw)

@@ -6,12 +6,9 @@ configuration, same hash, same checks.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from experiments import decode_throughput
-from experiments.settings import DecodeThroughput
 from mk.compose import expand_sweep, vary
 from mk.config import Config
 from mk.errors import MkError
@@ -41,15 +38,13 @@ def variants(cfg: Config) -> list[tuple[str, Config]]:
     """The label and the decode_throughput configuration of every variant. Raises MkError for one that cannot be."""
     if not cfg.experiment.variants:
         raise MkError("experiment.variants is empty", hint="experiment.variants=['wave_order=default,parted']")
-    names = [field.name for field in dataclasses.fields(DecodeThroughput)]
     jobs = []
     for variant in cfg.experiment.variants:
         if not variant.split() or any(override.startswith("experiment=") for override in variant.split()):
             raise MkError(f"experiment.variants: {variant!r} is not some overrides of decode_throughput")
         for overrides in expand_sweep(variant.split()):
             varied = vary(cfg, overrides)
-            settings = {name: getattr(varied.experiment, name) for name in names} | {"name": "decode_throughput"}
-            jobs.append((" ".join(overrides), dataclasses.replace(varied, experiment=DecodeThroughput(**settings))))
+            jobs.append((" ".join(overrides), decode_throughput.job_of(varied)))
     return jobs
 
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from experiments import decode_throughput
-from experiments.settings import DecodeThroughput
 from mk.config import Config
 from mk.errors import MkError
 from mk.rows import Row
@@ -29,8 +28,6 @@ def compare(
     one that does is left out, and said so.
     """
     settings = cfg.experiment
-    fields = {f.name: getattr(settings, f.name) for f in dataclasses.fields(DecodeThroughput)}
-    job = DecodeThroughput(**{**fields, "name": "decode_throughput", "batches": [batch]})
     rounds: list[dict[str, Row]] = []
     alive = dict(schedules)
     until = time.perf_counter() + settings.time_limit_s
@@ -42,7 +39,7 @@ def compare(
                 rounds.pop()
                 return _report(run, rounds, alive, simulated, batch)
             try:
-                rounds[-1][label] = decode_throughput.run(dataclasses.replace(config, experiment=job))[0]
+                rounds[-1][label] = decode_throughput.run(decode_throughput.job_of(config, batches=[batch]))[0]
             except MkError as error:
                 if label == "configured":
                     raise

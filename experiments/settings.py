@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mk.errors import MkError
-from mk.validation import check_contexts, require_at_least
+from mk.validation import check_contexts, require_at_least, require_one_of
 
 
 @dataclass(slots=True)
@@ -84,6 +84,17 @@ class WindowAblation(WaveOrderAblation):
 @dataclass(slots=True)
 class ContextSweep(WaveOrderAblation):
     pass
+
+
+@dataclass(slots=True)
+class VllmDecode(DecodeThroughput):
+    routings: list[str]  # each measured by both engines
+
+    def __post_init__(self) -> None:
+        if not self.routings:
+            raise MkError("experiment.routings is empty", hint="experiment.routings=[uniform]")
+        for routing in self.routings:
+            require_one_of("experiment.routings", routing, ("uniform", "checkpoint"))
 
 
 @dataclass(slots=True)

@@ -196,6 +196,12 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
+def read_raw(path: Path) -> dict[str, dict[str, Any]]:
+    """The lines of a raw.jsonl file by their sha256, which is what a row knows its own by."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {hashlib.sha256(line.encode()).hexdigest(): json.loads(line) for line in lines}
+
+
 def _check(name: str, value: Any, hint: Any) -> None:
     """`value` has type `hint`, where an int may stand for a float, a bool for neither, and floats are finite."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)

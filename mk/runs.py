@@ -27,7 +27,7 @@ from mk.compose import to_yaml
 from mk.config import Config, SamplingConfig, config_hash, resolved
 from mk.errors import MkError
 from mk.loggers import Logger, make_logger
-from mk.rows import SCHEMA, Row
+from mk.rows import SCHEMA, Row, read_raw
 from mk.sources import ROOT, source_hash
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "hydra-core", "omegaconf")
@@ -132,6 +132,10 @@ class RunFolder:
             file.write(json.dumps(values, allow_nan=False) + "\n")
         self._logger.log(values)
         return row
+
+    def raw_of(self, row: Row) -> dict[str, Any]:
+        """What a row of this run was written with."""
+        return read_raw(self.path / "raw.jsonl")[row.raw_sha256 or ""]
 
     def close(self) -> None:
         self._logger.close()
