@@ -179,6 +179,10 @@ class Row:
         values = {name: value for name, value in self.to_json().items() if name != "digest"}
         return hashlib.sha256(json.dumps(values, sort_keys=True, allow_nan=False).encode()).hexdigest()[:16]
 
+    def line(self) -> str:
+        """Of a rows.jsonl file."""
+        return json.dumps(self.to_json(), allow_nan=False) + "\n"
+
     def to_json(self) -> dict[str, Any]:
         optional = {f.name for f in dataclasses.fields(self) if f.default is None}
         values = dataclasses.asdict(self)

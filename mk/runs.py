@@ -127,10 +127,9 @@ class RunFolder:
             with (self.path / "raw.jsonl").open("a") as file:
                 file.write(line + "\n")
         row = row.sealed()
-        values = row.to_json()
         with (self.path / "rows.jsonl").open("a") as file:
-            file.write(json.dumps(values, allow_nan=False) + "\n")
-        self._logger.log(values)
+            file.write(row.line())
+        self._logger.log(row.to_json())
         return row
 
     def raw_of(self, row: Row) -> dict[str, Any]:

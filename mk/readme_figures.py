@@ -1,0 +1,76 @@
+"""The README's tables of measurements against the rows that they come from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from mk.rows import Row
+
+# of a table that has a line a batch: the figures of one row of the kernel's, and of the baseline's beside it
+KERNEL: dict[str, Callable[[Row], str]] = {
+    "batch": lambda row: f"{row.batch}",
+    "ms a step": lambda row: f"{row.p50_ms:.2f}",
+    "tokens/s": lambda row: f"{row.tokens_per_s:.0f}",
+    "experts a layer": lambda row: f"{row.distinct_experts:.1f}",
+    "GB a step": lambda row: f"{(row.bytes_per_step or 0) / 1e9:.2f}",
+    "% of the floor's speed": lambda row: f"{row.pct_nominal:.1f}",
+}
+BASELINE: dict[str, Callable[[Row], str]] = {
+    "vLLM ms": lambda row: f"{row.p50_ms:.2f}",
+    "vLLM / kernel": lambda row: f"{row.ratio:.2f}" if row.ratio is not None else "-",
+}
+
+
+def check_readme(text: str, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+    """(figures that no row gives, columns that are not from rows)."""
+    wrong: list[str] = []
+    notes: list[str] = []
+    for head, lines in tables(text):
+        if "ms a step" in head and "batch" in head:
+            notes += [
+                f"README: the column {name!r} is not from rows here" for name in head if name not in KERNEL | BASELINE
+            ]
+            wrong += [problem for cells in lines for problem in _decode(dict(zip(head, cells, strict=True)), rows)]
+        elif head[:2] == ["placement", "schedule"]:
+            wrong += [problem for cells in lines for problem in _interpreter(head, cells, rows)]
+    return wrong, notes
+
+
+def tables(text: str) -> list[tuple[list[str], list[list[str]]]]:
+    """(head, lines) of each Markdown table, a cell a string."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\|$\n?)+", text, flags=re.MULTILINE):
+        head, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
+        found.append((head, lines))
+    return found
+
+
+def _decode(cells: dict[str, str], rows: Sequence[Row]) -> list[str]:
+    mine = [row for row in rows if row.engine == "cuda" and row.experiment == "decode_throughput" and not row.bound]
+    shown = {name: cell for name, cell in cells.items() if name in KERNEL}
+    fit = [row for row in mine if all(KERNEL[name](row) == cell for name, cell in shown.items())]
+    if not fit:
+        return [f"README: no row has {', '.join(f'{name} {cell}' for name, cell in shown.items())}"]
+    theirs = {name: cell for name, cell in cells.items() if name in BASELINE}
+    beside = [row for row in rows if row.engine == "vllm" and row.ratio_to in {row.digest for row in fit}]
+    if theirs and not any(all(BASELINE[name](row) == cell for name, cell in theirs.items()) for row in beside):
+        return [f"README: no baseline beside batch {cells['batch']} has {theirs}"]
+    return []
+
+
+def _interpreter(head: list[str], cells: list[str], rows: Sequence[Row]) -> list[str]:
+    """Tokens a second of quickstart, a column a batch."""
+    wrong = []
+    for name, cell in zip(head[2:], cells[2:], strict=True):
+        found = {
+            f"{row.tok_s:.0f}"
+            for row in rows
+            if row.experiment == "quickstart"
+            and [row.placement, row.schedule, f"batch {row.batch}"] == [*cells[:2], name]
+        }
+        if cell not in found:
+            wrong.append(
+                f"README: {cells[0]}, {cells[1]}, {name} is {cell}, rows have {', '.join(sorted(found)) or 'none'}"
+            )
+    return wrong
