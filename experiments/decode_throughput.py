@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +31,11 @@ from mk.config import Config
 from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.kv import KINDS, PageAllocator, blocks_of
+from mk.model.geometry import Geometry
 from mk.model.packing import PackedWeights
 from mk.programs import Plan, Programs, bucket_for
 from mk.roofline import uniform_experts
+from mk.routing import Trace
 from mk.rows import Row
 from mk.runs import RunFolder
 from mk.runtime import Runtime
@@ -53,6 +59,23 @@ class Timing:
     wall_ms: float  # by the host's clock, a step
     experts_by_layer: list[float]  # distinct ones that each sparse layer touched in a step, mean over the steps
     drawn_as_twin: bool  # the last step's tokens
+    ids: Tensor  # that top-k published in all steps, the warm-up too; int16 [steps, layers, rows, top_k] on the CPU
+
+    @classmethod
+    def join(cls, blocks: Sequence[Timing]) -> Timing:
+        """Blocks of equally many steps as one."""
+        experts = np.mean([block.experts_by_layer for block in blocks], axis=0).tolist()
+        return cls(
+            [ms for block in blocks for ms in block.step_ms],
+            float(np.mean([block.wall_ms for block in blocks])),
+            experts,
+            all(block.drawn_as_twin for block in blocks),
+            torch.cat([block.ids for block in blocks]),
+        )
+
+    @property
+    def routing_hash(self) -> str:
+        return hashlib.sha256(self.ids.numpy().tobytes()).hexdigest()[:16]
 
     @property
     def p50_ms(self) -> float:
@@ -72,46 +95,88 @@ def run(cfg: Config, within: RunFolder | None = None) -> list[Row]:
     """
     check(cfg)
     settings = cfg.experiment
-    held = hold_weights(cfg, DEVICE)
-    source = held.source
-    geometry = source.geometry
-    oracle = cfg.routing.name == "oracle"
-    plan = dataclasses.replace(Plan.from_config(cfg), oracle=oracle)
-    library = build(geometry, plan.splits)
-    print(
-        f"library {library.build_hash}: {library.registers} registers, {library.spill_bytes} bytes spilled", flush=True
-    )
+    bench = Bench.open(cfg)
+    with _folder(cfg, within) as folder:
+        bench.check()
+        rows = []
+        for batch in settings.batches:
+            timing = bench.measure(batch)
+            rows.append(bench.append(folder, batch, timing))
+            print(_line(rows[-1]), flush=True)
+            if cfg.routing.name == "checkpoint":
+                g = bench.runtime.geometry
+                trace = Trace(g.sparse_layers, timing.ids[:, list(g.sparse_layers)].numpy())
+                trace.save(folder.path / f"routing_batch{batch}.npz")  # for routing=replay
+        if settings.zero_wait:
+            rows += _bounds(bench, folder)
+        if settings.trace:
+            for batch in settings.batches:
+                _trace(cfg, folder, bench.runtime.weights, bench.programs[batch], bench.routes[batch])
+        print(f"\n{_table(cfg, rows)}\nrun folder: {folder.path}")
+    return rows
+
+
+@dataclass
+class Bench:
+    """A configuration on the card, ready to be timed. outcomes: of the checks, by batch."""
+
+    cfg: Config
+    held: HeldWeights
+    library: Library
+    programs: dict[int, Program]
+    routes: dict[int, Tensor | None]
+    runtime: Runtime
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, cfg: Config) -> Bench:
+        """Lowers and verifies the programs of batch 1 and the configured ones, builds, and fills the card's memory."""
+        held = hold_weights(cfg, DEVICE)
+        programs, routes = plans(cfg, held.source.geometry)
+        library = build(held.source.geometry, programs[1].shape.splits)
+        spilled = f"{library.registers} registers, {library.spill_bytes} bytes spilled"
+        print(f"library {library.build_hash}: {spilled}", flush=True)
+        return cls(cfg, held, library, programs, routes, _runtime(cfg, library, held.packed))
+
+    @property
+    def oracle(self) -> bool:
+        """Whether expert ids are known before the step: such steps have no logits to check."""
+        return bool(self.cfg.routing.name == "oracle")
+
+    def check(self) -> None:
+        """The checks of every batch's own program. Raises MkError when one fails."""
+        settings = self.cfg.experiment
+        if not self.oracle:
+            self.outcomes = _check(self.runtime, self.held, self.programs, settings.batches, settings.check_tokens)
+
+    def measure(self, batch: int, block: int = 0, blocks: int = 1) -> Timing:
+        """The configured steps, or the `block`-th of `blocks` equal parts of them, with experts of their own."""
+        settings, routes = self.cfg.experiment, self.routes[batch]
+        steps = settings.steps // blocks
+        if routes is not None:
+            first = block * steps
+            routes = routes[first : first + settings.warmup + steps]
+        sampling = _sampling(self.cfg, batch)
+        lengths = settings.context, steps, settings.warmup
+        return measure(self.runtime, self.programs[batch], routes, sampling, *lengths, trusted=not self.oracle)
+
+    def append(self, run: RunFolder, batch: int, timing: Timing, raw: Mapping[str, Any] = MappingProxyType({}),
+               **more: Any) -> Row:  # fmt: skip
+        """Writes the batch's row to this configuration's part of a run; raw, more: further raw data and fields."""
+        bound = "oracle" if self.oracle else None
+        program, outcome = self.programs[batch], self.outcomes.get(batch)
+        return _append(self.cfg, run.under(self.cfg), self.library, program, timing, outcome, bound, raw, more)
+
+
+def plans(cfg: Config, geometry: Geometry) -> tuple[dict[int, Program], dict[int, Tensor | None]]:
+    """By batch: the verified program, and the expert ids of the warm-up and the timed steps, None the router's own."""
+    settings = cfg.experiment
+    plan = dataclasses.replace(Plan.from_config(cfg), oracle=cfg.routing.name == "oracle")
     bucket = bucket_for(settings.context + settings.steps)
     draws = not _sampling(cfg, 1)[0].greedy
     programs = {rows: Programs(geometry, rows, plan).get(bucket, draws) for rows in {1, *settings.batches}}
     total = settings.warmup + settings.steps
-    routes = {rows: forced_ids(cfg.routing, geometry, rows, total) for rows in settings.batches}
-    runtime = _runtime(cfg, library, held.packed)
-    with _folder(cfg, within) as folder:
-        # an oracle's steps have no logits to check
-        outcomes = {} if oracle else _check(runtime, held, programs, settings.batches, settings.check_tokens)
-        rows = []
-        for batch in settings.batches:
-            timing = measure(
-                runtime,
-                programs[batch],
-                routes[batch],
-                _sampling(cfg, batch),
-                settings.context,
-                settings.steps,
-                settings.warmup,
-                trusted=not oracle,
-            )
-            bound = "oracle" if oracle else None
-            rows.append(_append(cfg, folder, library, programs[batch], timing, outcomes.get(batch), bound))
-            print(_line(rows[-1]), flush=True)
-        if settings.zero_wait:
-            rows += _bounds(cfg, folder, held.packed, programs, routes)
-        if settings.trace:
-            for batch in settings.batches:
-                _trace(cfg, folder, runtime.weights, programs[batch], routes[batch])
-        print(f"\n{_table(cfg, rows)}\nrun folder: {folder.path}")
-    return rows
+    return programs, {rows: forced_ids(cfg.routing, geometry, rows, total) for rows in settings.batches}
 
 
 def job_of(cfg: Config, **settings: object) -> Config:
@@ -122,7 +187,7 @@ def job_of(cfg: Config, **settings: object) -> Config:
 
 
 def _folder(cfg: Config, within: RunFolder | None) -> contextlib.AbstractContextManager[RunFolder]:
-    return RunFolder.create(cfg) if within is None else contextlib.nullcontext(within.under(cfg))
+    return RunFolder.create(cfg) if within is None else contextlib.nullcontext(within)
 
 
 def _check(
@@ -256,23 +321,24 @@ def measure(
     keys, drawn = first + warmup + steps - 1, runtime.tokens_of(last).tokens.tolist()
     twin = [sample_row(runtime.logits(row).cpu().numpy(), params, keys) for row, params in enumerate(sampling)]
     times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-    return Timing(times, wall, distinct_experts(taken[warmup:, :, :rows], g), drawn == twin)
+    routed = taken[:, :, :rows]
+    experts = distinct_experts(routed[warmup:], g)
+    return Timing(times, wall, experts, drawn == twin, routed.to("cpu", torch.int16))
 
 
-def _bounds(
-    cfg: Config, run: RunFolder, weights: PackedWeights, programs: dict[int, Program], routes: dict[int, Tensor | None]
-) -> list[Row]:
+def _bounds(bench: Bench, run: RunFolder) -> list[Row]:
     """A row a batch of the build that waits for no other SM."""
-    settings, some = cfg.experiment, programs[1].shape
+    cfg, some = bench.cfg, bench.programs[1].shape
+    settings = cfg.experiment
     library = build(some.geometry, some.splits, defines=(ZERO_WAIT_DEFINE,))
-    runtime = _runtime(cfg, library, weights)
+    runtime = _runtime(cfg, library, bench.held.packed)
     rows = []
     print("without a wait for any other SM, a bound:", flush=True)
     for batch in settings.batches:
-        sampling = _sampling(cfg, batch)
+        program, routes, sampling = bench.programs[batch], bench.routes[batch], _sampling(cfg, batch)
         lengths = settings.context, settings.steps, settings.warmup
-        timing = measure(runtime, programs[batch], routes[batch], sampling, *lengths, trusted=False)
-        rows.append(_append(cfg, run, library, programs[batch], timing, None, "zero_wait"))
+        timing = measure(runtime, program, routes, sampling, *lengths, trusted=False)
+        rows.append(_append(cfg, run.under(cfg), library, program, timing, None, "zero_wait"))
         print(_line(rows[-1]), flush=True)
     return rows
 
@@ -303,6 +369,8 @@ def _append(
     timing: Timing,
     outcome: Outcome | None,
     bound: str | None = None,
+    more_raw: Mapping[str, Any] = MappingProxyType({}),
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> Row:
     """Writes the batch's row; of a bound nothing but the schedule was checked. Raises MkError for wrong figures."""
     g, batch, context = program.shape.geometry, program.shape.rows, [cfg.experiment.context] * program.shape.rows
@@ -314,21 +382,22 @@ def _append(
     if cfg.routing.name in ("uniform", "oracle") and not experts_agree(distinct, expected):
         raise MkError(f"batch {batch}: {distinct:.2f} distinct experts, uniform routing has {expected:.2f}")
     checks = {**outcome.checks, "drawn_as_twin": timing.drawn_as_twin} if outcome else {}
-    row = run.row(
-        engine="cuda",
-        dtype="bfloat16",
-        batch=batch,
-        context=context,
-        checks={"schedule_verified": True, **checks},
-        bound=bound,
-        build_hash=library.build_hash,
-        schedule_hash=program.schedule_hash,
-        wall_ms=timing.wall_ms,
-        logits_error=outcome.error[0] if outcome else None,
-        logits_error_bf16=outcome.error_bf16[0] if outcome else None,
-        **figures,
-    )
-    return run.append_row(row, raw)
+    fields = {
+        "engine": "cuda",
+        "dtype": "bfloat16",
+        "batch": batch,
+        "context": context,
+        "checks": {"schedule_verified": True, **checks},
+        "bound": bound,
+        "build_hash": library.build_hash,
+        "schedule_hash": program.schedule_hash,
+        "routing_hash": timing.routing_hash,
+        "tasks": program.tasks_by_operation(),
+        "wall_ms": timing.wall_ms,
+        "logits_error": outcome.error[0] if outcome else None,
+        "logits_error_bf16": outcome.error_bf16[0] if outcome else None,
+    }
+    return run.append_row(run.row(**fields, **figures | dict(more)), {**raw, **more_raw})
 
 
 COLUMNS = ("batch", "p50 ms", "p10", "p90", "loop", "tok/s", "experts", "GB/step", "% nominal", "us/layer")

@@ -13,10 +13,7 @@ from mk.config import Config
 from mk.errors import MkError
 from mk.rows import Row
 from mk.runs import RunFolder
-
-# two-sided 95 % quantiles of Student's t by degrees of freedom, then the normal one
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-NORMAL95 = 1.96
+from mk.step_figures import half_interval
 
 
 def compare(
@@ -85,11 +82,7 @@ def _report(
 def paired(times: np.ndarray, base: np.ndarray) -> tuple[float, float]:
     """(mean of the differences, half of its 95 % interval); of one round the interval is 0: nothing is known of it."""
     differences = times - base
-    n = len(differences)
-    if n < 2:
-        return float(differences.mean()), 0.0
-    t = T95[n - 2] if n - 2 < len(T95) else NORMAL95
-    return float(differences.mean()), float(t * differences.std(ddof=1) / np.sqrt(n))
+    return float(differences.mean()), half_interval(differences) if len(differences) > 1 else 0.0
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""Time windows of the weight ring: rows of decode_throughput, from one process."""
+"""Time windows of the weight ring, steps in turn."""
 
 from experiments.decode_variants import main
 

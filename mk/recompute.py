@@ -15,7 +15,7 @@ from mk.errors import MkError
 from mk.model.geometry import PRESETS, Geometry
 from mk.model.opening import NANO
 from mk.rows import Row
-from mk.step_figures import median_ratio, step_figures
+from mk.step_figures import MEASURED_ONLY, block_ratio, median_ratio, step_figures
 
 
 def different(row: Row, raw: dict[str, Any]) -> Iterator[str]:
@@ -42,9 +42,15 @@ def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
     if "step_ms" in raw:
         found = step_figures(geometry_of(row.model), card(row.gpu), row.context, raw)
         if row.clock == "simulated":
-            return {name: found[name] for name in found if name in ("p50_ms", "distinct_experts", "bytes_per_step")}
+            found = {name: value for name, value in found.items() if name not in MEASURED_ONLY}
+            if "base_block_ms" in raw:
+                found["ratio"] = block_ratio(raw["block_ms"], raw["base_block_ms"]).ratio
+            return found
         if "tpot_ms" in raw:
             found["tpot_ms"] = raw["tpot_ms"]
+        if "base_block_ms" in raw:
+            of = block_ratio(raw["block_ms"], raw["base_block_ms"])
+            found |= {"ratio": of.ratio, "ratio_low": of.low, "ratio_high": of.high}
         if "kernel_step_ms" in raw:
             of = median_ratio(raw["step_ms"], raw["kernel_step_ms"])
             found |= {"ratio": of.ratio, "ratio_low": of.low, "ratio_high": of.high}

@@ -114,8 +114,11 @@ def _problems(row: Row, by_digest: dict[str | None, Row], raw: dict[str, dict], 
         if row.ratio_to is not None and row.ratio_to not in by_digest:
             yield f"ratio_to={row.ratio_to}: no such row beside it"
         elif row.ratio_to is not None:
-            other = raw.get(by_digest[row.ratio_to].raw_sha256 or "", {})
-            if other.get("step_ms") != raw[row.raw_sha256].get("kernel_step_ms"):
+            own, other = raw[row.raw_sha256], raw.get(by_digest[row.ratio_to].raw_sha256 or "", {})
+            if (own.get("kernel_step_ms"), own.get("base_block_ms")) not in (
+                (other.get("step_ms"), None),
+                (None, other.get("block_ms", [])),
+            ):
                 yield f"its ratio is not to the steps of the row {row.ratio_to}"
 
 

@@ -60,6 +60,9 @@ class Row:
     decode_s: float | None = None
     tok_s: float | None = None  # decoded tokens a second, all rows together
     schedule_hash: str | None = None  # of the program that ran last; decode_throughput: that was checked and timed
+    routing_hash: str | None = None  # of the expert ids of all steps, as top-k published them
+    tasks: dict[str, int] | None = None  # descriptors by operation
+    arm: str | None = None  # of a comparison: its overrides
     distinct_experts: float | None = None  # that a sparse layer touched in a step, mean over layers and steps
     p50_ms: float | None = None  # of a decode step, a prefill or a kernel, by device timestamps; so are p10 and p90
     p10_ms: float | None = None
@@ -145,7 +148,8 @@ class Row:
     same_weights: bool | None = None  # as the kernel's, value by value, or else only as distributed
     tpot_ms: float | None = None  # by the difference of two lengths: a cross-check of p50
     unstable: str | None = None  # why the row's figures are not to be relied on
-    ratio: float | None = None  # of this row's p50 to that of the row with the digest ratio_to
+    ratio: float | None = None  # of this row's time to that of the row with the digest ratio_to: of medians, or mean
+    # of blocks that ran in turn
     ratio_low: float | None = None  # its 95 % bootstrap interval
     ratio_high: float | None = None
     ratio_to: str | None = None

@@ -111,6 +111,8 @@ class RunFolder:
 
     def under(self, cfg: Config) -> RunFolder:
         """The same folder for another configuration: of one variant of several in a run."""
+        if cfg == self.config:
+            return self
         digest = config_hash(cfg)
         (self.path / "configs").mkdir(exist_ok=True)
         (self.path / "configs" / f"{digest[:16]}.yaml").write_text(to_yaml(cfg))

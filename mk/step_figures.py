@@ -13,7 +13,11 @@ from mk.errors import MkError
 from mk.model.geometry import Geometry
 from mk.roofline import step_bytes
 
+# two-sided 95 % quantiles of Student's t by degrees of freedom, then the normal one
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+NORMAL95 = 1.96
 EXPERTS_AGREE = 0.02  # relative: rows whose distinct experts differ by more did not read the same bytes
+MEASURED_ONLY = ("p10_ms", "p90_ms", "steps")  # fields that a simulated step, of which there is one, does not have
 BLOCK = 16  # steps drawn together by the bootstrap: neighbours share clocks and neighbours' noise
 RESAMPLES = 2000
 MS_DIGITS = 5  # of a raw step time: 10 ns, finer than any clock used here
@@ -22,7 +26,7 @@ EXPERT_DIGITS = 6
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Of two medians, with its 95 % bootstrap interval."""
+    """Of two times, with its 95 % interval."""
 
     ratio: float
     low: float
@@ -72,6 +76,25 @@ def median_ratio(over: Sequence[float], under: Sequence[float], seed: int = 0) -
     resampled = [_block_medians(np.array(times, np.float64), rng) for times in (over, under)]
     low, high = np.percentile(resampled[0] / resampled[1], (2.5, 97.5))
     return Ratio(float(np.median(over) / np.median(under)), float(low), float(high))
+
+
+def block_ratio(block_ms: Sequence[float], base_block_ms: Sequence[float]) -> Ratio:
+    """Mean ratio of blocks that ran in turn with the base's, pair by pair, with Student's interval of its logarithm.
+
+    One pair says nothing of the interval: it is then everything.
+    """
+    logs = np.log(np.array(block_ms) / np.array(base_block_ms))
+    mean, half = float(logs.mean()), half_interval(logs)
+    return Ratio(float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half)))
+
+
+def half_interval(values: np.ndarray) -> float:
+    """Half of the 95 % interval of the mean; of one value, more than any figure here differs by."""
+    n = len(values)
+    if n < 2:
+        return 10.0
+    t = T95[n - 2] if n - 2 < len(T95) else NORMAL95
+    return float(t * values.std(ddof=1) / np.sqrt(n))
 
 
 def _block_medians(times: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -190,6 +190,16 @@ def test_an_oracle_is_a_bound_whose_topk_waits_for_no_logits(stand_in: FakeLibra
     assert oracle.distinct_experts == uniform.distinct_experts and oracle.bytes_per_step == uniform.bytes_per_step
 
 
+def test_the_routers_choice_is_recorded_and_replayed(stand_in: FakeLibrary, tmp_path: Path) -> None:
+    assert experiment.main(load_config([*RUN, "routing=checkpoint", f"run_dir={tmp_path}/own"])) == 0
+    (trace,) = tmp_path.glob("own/*/routing_batch2.npz")
+    replay = ["routing=replay", f"routing.path={trace}", "experiment.batches=[2]"]
+    assert experiment.main(load_config([*RUN, *replay, f"run_dir={tmp_path}/replay"])) == 0
+    (_, own), (again,) = rows_of(tmp_path / "own"), rows_of(tmp_path / "replay")
+    assert again.routing_hash == own.routing_hash and again.distinct_experts == own.distinct_experts
+    assert again.data and set(again.data) == {"routing.path"}
+
+
 def test_sampled_steps_are_timed_on_the_programs_that_draw(stand_in: FakeLibrary, tmp_path: Path) -> None:
     assert experiment.main(load_config([*RUN, f"run_dir={tmp_path}/greedy"])) == 0
     top_k = ["sampling=top_p", "sampling.top_k=20"]
