@@ -1,12 +1,14 @@
 """Run folders: what ran, where, from which code, and the rows that came out.
 
 A folder `runs/<date>-<experiment>-<hash>` holds config.yaml (what `--cfg job` prints), meta.json (hash, commit,
-environment), rows.jsonl, raw.jsonl (what a row's figures were computed from, a line a row, named by its sha256), and
-whatever figures the experiment adds. A run of several configurations keeps each in `configs/<hash>.yaml`.
+environment), rows.jsonl and the same as rows.csv, raw.jsonl (what a row's figures were computed from, a line a row,
+named by its sha256), and whatever figures the experiment adds. A run of several configurations keeps each in
+`configs/<hash>.yaml`.
 """
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -14,7 +16,6 @@ import itertools
 import json
 import platform
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -46,7 +47,7 @@ class RunFolder:
     def create(cls, cfg: Config, root: str | Path | None = None) -> RunFolder:
         """Make the folder under `root` (default `cfg.run_dir`) and write config.yaml and meta.json.
 
-        Raises MkError when the folder cannot be written or the logger cannot start.
+        Raises MkError when the folder cannot be written.
         """
         digest = config_hash(cfg)
         now = datetime.now(UTC)
@@ -63,12 +64,7 @@ class RunFolder:
         }
         (path / "config.yaml").write_text(to_yaml(cfg))
         (path / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-        try:
-            logger = make_logger(cfg, path)
-        except MkError:
-            shutil.rmtree(path)  # nothing has run
-            raise
-        return cls(path, cfg, meta, logger)
+        return cls(path, cfg, meta, make_logger(cfg, path))
 
     def row(self, *, engine: str, dtype: str, context: list[int], checks: dict[str, bool], **more: Any) -> Row:
         """A row of this run: the given fields, the configuration's axes, and where and from which code it ran.
@@ -138,8 +134,11 @@ class RunFolder:
         """What a row of this run was written with."""
         return read_raw(self.path / "raw.jsonl")[row.raw_sha256 or ""]
 
-    def close(self) -> None:
-        self._logger.close()
+    def close(self, failed: bool = False) -> None:
+        """Write the rows as a table too, rows.csv, and close the logger."""
+        if (self.path / "rows.jsonl").exists():
+            write_csv(self.path / "rows.jsonl", self.path / "rows.csv")
+        self._logger.close(failed)
 
     def __enter__(self) -> Self:
         return self
@@ -147,7 +146,7 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(failed=kind is not None)
 
 
 def _unique_folder(root: Path, name: str) -> Path:
@@ -174,6 +173,17 @@ def git_commit() -> tuple[str, bool]:
         return git("rev-parse", "HEAD").strip(), bool(git("status", "--porcelain").strip())
     except (OSError, subprocess.SubprocessError):
         return "none", False
+
+
+def write_csv(rows: Path, table: Path) -> None:
+    """A column a field that any row has, in the rows' order; lists and dicts as JSON."""
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    columns = list(dict.fromkeys(name for row in found for name in row))
+    with table.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        for row in found:
+            writer.writerow({k: json.dumps(v) if isinstance(v, (dict, list)) else v for k, v in row.items()})
 
 
 def command_line(argv: list[str]) -> str | None:
