@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-from torch import Tensor
 
 from mk.config import Config, resolved
 from mk.errors import MkError
 from mk.rows import Row
-from mk.schedule.lower import Program
 from mk.step_figures import Ratio
 
 
@@ -36,20 +32,13 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield prefix + name, value
 
 
-def require_apart(executed: Mapping[str, tuple[Program, Tensor | None]], axes: Sequence[str], batch: int) -> None:
-    """Raises MkError where two arms execute the same: the same descriptors and, in a comparison of routings, ids.
-
-    Not of axes that descriptors do not hold: the window and the context are launch parameters.
-    """
-    if any(axis.startswith(("engine.ring", "experiment")) for axis in axes):
-        return
-    seen: dict[tuple[str, str], str] = {}
-    for label, (program, ids) in executed.items():
-        routed = "" if ids is None else hashlib.sha256(ids.numpy().tobytes()).hexdigest()
-        key = program.schedule_hash, routed if "routing" in axes else ""
-        if key in seen:
-            raise MkError(f"batch {batch}: {seen[key]!r} and {label!r} execute the same, schedule_hash {key[0]}")
-        seen[key] = label
+def require_apart(executed: Mapping[str, str], batch: int) -> None:
+    """executed: a hash of descriptors, ids, build and launch by arm. Raises MkError where two execute the same."""
+    seen: dict[str, str] = {}
+    for label, what in executed.items():
+        if what in seen:
+            raise MkError(f"batch {batch}: {seen[what]!r} and {label!r} execute the same")
+        seen[what] = label
 
 
 def table(found: dict[str, list[Row]], batches: Sequence[int]) -> str:

@@ -26,7 +26,7 @@ from experiments.forced_routing import distinct_experts, forced_ids
 from experiments.kernel_checks import Outcome, fill, run_checks
 from experiments.opening import make_runtime
 from experiments.settings import DecodeThroughput
-from mk.build import ZERO_WAIT_DEFINE, Library, build
+from mk.build import RING_SLOTS, ZERO_WAIT_DEFINE, Library, build_for
 from mk.config import Config
 from mk.device import DeviceFacts
 from mk.errors import MkError
@@ -42,7 +42,7 @@ from mk.runtime import Runtime
 from mk.sampling import SamplingParams, sample_row
 from mk.schedule.lower import Program
 from mk.step_figures import experts_agree, raw_steps, step_figures
-from mk.step_params import MAX_ROWS, MAX_WINDOW, MIN_WINDOW
+from mk.step_params import MAX_ROWS, MIN_WINDOW, UNSAFE_SLOTS
 from mk.trace import TRACE_DEFINE, StepTrace, causes_table, records_of
 
 KV_STD = 0.01
@@ -133,21 +133,15 @@ class Bench:
         """Lowers and verifies the programs of batch 1 and the configured ones, builds, and fills the card's memory."""
         held = hold_weights(cfg, DEVICE)
         programs, routes = plans(cfg, held.source.geometry)
-        library = build(held.source.geometry, programs[1].shape.splits)
+        library = build_for(cfg, held.source.geometry, programs[1].shape.splits)
         spilled = f"{library.registers} registers, {library.spill_bytes} bytes spilled"
         print(f"library {library.build_hash}: {spilled}", flush=True)
         return cls(cfg, held, library, programs, routes, _runtime(cfg, library, held.packed))
 
-    @property
-    def oracle(self) -> bool:
-        """Whether expert ids are known before the step: such steps have no logits to check."""
-        return bool(self.cfg.routing.name == "oracle")
-
     def check(self) -> None:
         """The checks of every batch's own program. Raises MkError when one fails."""
         settings = self.cfg.experiment
-        if not self.oracle:
-            self.outcomes = _check(self.runtime, self.held, self.programs, settings.batches, settings.check_tokens)
+        self.outcomes = _check(self.runtime, self.held, self.programs, settings.batches, settings.check_tokens)
 
     def measure(self, batch: int, block: int = 0, blocks: int = 1) -> Timing:
         """The configured steps, or the `block`-th of `blocks` equal parts of them, with experts of their own."""
@@ -158,12 +152,20 @@ class Bench:
             routes = routes[first : first + settings.warmup + steps]
         sampling = _sampling(self.cfg, batch)
         lengths = settings.context, steps, settings.warmup
-        return measure(self.runtime, self.programs[batch], routes, sampling, *lengths, trusted=not self.oracle)
+        return measure(self.runtime, self.programs[batch], routes, sampling, *lengths)
+
+    def executed(self, batch: int) -> str:
+        """A hash of all that a step's execution depends on, but for what top-k finds out by itself."""
+        ids = self.routes[batch]
+        routed = "" if ids is None else hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+        library, settings = self.library, self.cfg.experiment
+        said = self.programs[batch].schedule_hash, library.build_hash, library.defines, self.cfg.engine.ring, routed
+        return hashlib.sha256(repr((*said, settings.context)).encode()).hexdigest()[:16]
 
     def append(self, run: RunFolder, batch: int, timing: Timing, raw: Mapping[str, Any] = MappingProxyType({}),
                **more: Any) -> Row:  # fmt: skip
         """Writes the batch's row to this configuration's part of a run; raw, more: further raw data and fields."""
-        bound = "oracle" if self.oracle else None
+        bound = "oracle" if self.cfg.routing.name == "oracle" else None
         program, outcome = self.programs[batch], self.outcomes.get(batch)
         return _append(self.cfg, run.under(self.cfg), self.library, program, timing, outcome, bound, raw, more)
 
@@ -171,7 +173,7 @@ class Bench:
 def plans(cfg: Config, geometry: Geometry) -> tuple[dict[int, Program], dict[int, Tensor | None]]:
     """By batch: the verified program, and the expert ids of the warm-up and the timed steps, None the router's own."""
     settings = cfg.experiment
-    plan = dataclasses.replace(Plan.from_config(cfg), oracle=cfg.routing.name == "oracle")
+    plan = Plan.from_config(cfg)
     bucket = bucket_for(settings.context + settings.steps)
     draws = not _sampling(cfg, 1)[0].greedy
     programs = {rows: Programs(geometry, rows, plan).get(bucket, draws) for rows in {1, *settings.batches}}
@@ -220,7 +222,7 @@ def check(cfg: Config) -> None:
 
 def _check_settings(cfg: Config) -> None:
     s, ring = cfg.experiment, cfg.engine.ring
-    engine = cfg.engine.name
+    engine, most = cfg.engine.name, ring.slots - UNSAFE_SLOTS
     cases: list[tuple[bool, str, str | None]] = [
         (engine in ("auto", "cuda"), f"decode_throughput times the kernel, not engine={engine}", "engine=cuda"),
         (bool(s.batches), "experiment.batches is empty", "experiment.batches=[1]"),
@@ -238,8 +240,13 @@ def _check_settings(cfg: Config) -> None:
             "fewer steps, or a longer context",
         ),
         (
-            MIN_WINDOW * SLOT_KB <= ring.window_kb <= MAX_WINDOW * SLOT_KB,
-            f"engine.ring.window_kb={ring.window_kb}: the kernel takes {MIN_WINDOW * SLOT_KB}..{MAX_WINDOW * SLOT_KB}",
+            MIN_WINDOW <= most <= RING_SLOTS - UNSAFE_SLOTS,
+            f"engine.ring.slots={ring.slots}: the kernel takes {MIN_WINDOW + UNSAFE_SLOTS}..{RING_SLOTS}",
+            None,
+        ),
+        (
+            MIN_WINDOW * SLOT_KB <= ring.window_kb <= most * SLOT_KB,
+            f"engine.ring.window_kb={ring.window_kb}: the kernel takes {MIN_WINDOW * SLOT_KB}..{most * SLOT_KB}",
             None,
         ),
     ]
@@ -330,7 +337,7 @@ def _bounds(bench: Bench, run: RunFolder) -> list[Row]:
     """A row a batch of the build that waits for no other SM."""
     cfg, some = bench.cfg, bench.programs[1].shape
     settings = cfg.experiment
-    library = build(some.geometry, some.splits, defines=(ZERO_WAIT_DEFINE,))
+    library = build_for(cfg, some.geometry, some.splits, ZERO_WAIT_DEFINE)
     runtime = _runtime(cfg, library, bench.held.packed)
     rows = []
     print("without a wait for any other SM, a bound:", flush=True)
@@ -345,14 +352,11 @@ def _bounds(bench: Bench, run: RunFolder) -> list[Row]:
 
 def _trace(cfg: Config, run: RunFolder, weights: PackedWeights, program: Program, forced: Tensor | None) -> None:
     """A few steps of a trace build: its own p50, the causes as a table, and the last step as a timeline."""
-    library = build(program.shape.geometry, program.shape.splits, defines=(TRACE_DEFINE,))
+    library = build_for(cfg, program.shape.geometry, program.shape.splits, TRACE_DEFINE)
     runtime = _runtime(cfg, library, weights, records_of(program))
     settings, rows = cfg.experiment, program.shape.rows
     steps = min(settings.steps, 32)
-    trusted = cfg.routing.name != "oracle"
-    timing = measure(
-        runtime, program, forced, _sampling(cfg, rows), settings.context, steps, settings.warmup, trusted=trusted
-    )
+    timing = measure(runtime, program, forced, _sampling(cfg, rows), settings.context, steps, settings.warmup)
     step = StepTrace.read(runtime["trace"])
     path = run.path / f"trace_batch{rows}.json"
     step.perfetto(path)

@@ -85,7 +85,7 @@ def on_card(cfg: Config, jobs: list[tuple[str, Config]], run: RunFolder) -> tupl
             failed[label] = str(error)
             print(f"failed: {error}", flush=True)
     for batch in settings.batches if benches else []:
-        require_apart({la: (b.programs[batch], b.routes[batch]) for la, b in benches.items()}, settings.axes, batch)
+        require_apart({label: bench.executed(batch) for label, bench in benches.items()}, batch)
     for batch in settings.batches if benches else []:
         blocks = in_turn(benches, batch, settings.rounds, failed)
         rows = append(cfg, run, benches, batch, blocks)

@@ -27,7 +27,7 @@ from experiments.layer_arms import (
 )
 from experiments.needles import passes, place, returned, turned_away, with_needles
 from experiments.opening import machine_under_test, make_runtime, plan_for
-from mk.build import build
+from mk.build import build_for
 from mk.config import Config
 from mk.errors import MkError
 from mk.kv import KINDS, KVCache, PageAllocator, blocks_of
@@ -136,7 +136,7 @@ def _batches(
     weights, build_hash = pack(source, device), None
     machines: list[Arm]
     if engine == "cuda":
-        library = build(g, plan.splits)
+        library = build_for(cfg, g, plan.splits)
         build_hash = library.build_hash
         runtime = make_runtime(cfg, library, weights, pages, blocks_of(longest), longest)
         machines = [

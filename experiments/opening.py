@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 from mk.build import Library
 from mk.config import Config
-from mk.device import DeviceFacts
-from mk.engines import cuda_obstacle
+from mk.engines import card_plan, cuda_obstacle
 from mk.errors import MkError
 from mk.model.geometry import SLOT_BYTES
 from mk.model.packing import PackedWeights
@@ -28,12 +26,8 @@ def machine_under_test(cfg: Config, rows: int) -> str:
 
 
 def plan_for(cfg: Config, engine: str) -> Plan:
-    """The configured plan. Virtual SMs are for the interpreter: without a card in the gpu group, the kernel gets all
-    of the card that is here."""
-    plan = Plan.from_config(cfg)
-    if engine == "cuda" and cfg.gpu.kind == "cpu":
-        plan = dataclasses.replace(plan, n_sm=DeviceFacts.read().sms)
-    return plan
+    """The configured plan, the kernel's on the card that is here."""
+    return card_plan(cfg) if engine == "cuda" else Plan.from_config(cfg)
 
 
 def make_runtime(

@@ -15,7 +15,7 @@ from experiments.device_weights import open_weights, pack
 from experiments.opening import machine_under_test, plan_for
 from experiments.parity_checks import Parity, distance, forced_logits, reference_logits
 from experiments.prompts import sample_prompts
-from mk.build import build
+from mk.build import build_for
 from mk.config import Config
 from mk.cuda_engine import CudaEngine
 from mk.engines import Engine, MachineEngine
@@ -80,7 +80,7 @@ def _engine(cfg: Config, source: WeightSource, name: str, context: int) -> tuple
         return machine, None
     if cfg.prefill.products is None:
         raise MkError("experiment=parity on a card prefills there", hint="prefill=triton")
-    library = build(source.geometry, plan.splits)
+    library = build_for(cfg, source.geometry, plan.splits)
     window = cfg.engine.ring.window_kb * 1024 // SLOT_BYTES
     engine = CudaEngine(
         weights, library, plan, rows, context, cfg.prefill.chunk, window_slots=window, products=cfg.prefill.products

@@ -15,7 +15,7 @@ import torch
 
 from experiments.device_weights import open_weights, pack
 from experiments.opening import machine_under_test, make_runtime, plan_for
-from mk.build import build
+from mk.build import build_for
 from mk.config import Config
 from mk.errors import MkError
 from mk.interpreter import Machine
@@ -95,7 +95,7 @@ def _machines(cfg: Config, engine: str, source: WeightSource, whole: Program) ->
     if engine == "interpreter":
         other = Machine(host, caches[1], "kernel", settings.seed + 1)
         return expected, InterpreterWorker(other, whole.shape), None
-    library = build(g, whole.shape.splits)
+    library = build_for(cfg, g, whole.shape.splits)
     runtime = make_runtime(cfg, library, weights, caches[1].pages, blocks_of(longest), longest)
     return expected, KernelWorker(runtime, whole.shape, caches[1]), library.build_hash
 

@@ -106,7 +106,7 @@ class RoutingAblation(Variants):
 
 
 @dataclass(slots=True)
-class WindowAblation(Variants):
+class KernelAblation(Variants):
     pass
 
 

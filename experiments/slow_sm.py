@@ -17,7 +17,7 @@ from experiments.device_weights import open_weights, pack
 from experiments.forced_routing import forced_ids
 from experiments.kernel_checks import same_bits
 from experiments.opening import make_runtime
-from mk.build import build
+from mk.build import build_for
 from mk.config import Config
 from mk.device import DeviceFacts
 from mk.errors import MkError
@@ -54,7 +54,7 @@ def main(cfg: Config) -> int:
     settings, source = cfg.experiment, open_weights(cfg, DEVICE)
     g, static = source.geometry, replace(Plan.from_config(cfg), attention_claimers=0, moe_claimers=0)
     stealing = replace(static, attention_claimers=static.n_sm, moe_claimers=static.n_sm, claim_ahead=2)
-    library = build(g, static.splits, defines=(DELAYS,))
+    library = build_for(cfg, g, static.splits, DELAYS)
     longest = settings.context + settings.steps
     bucket = bucket_for(longest)
     programs = {

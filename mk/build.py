@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mk.graph  # noqa: F401  (registers the instruction set that the header lists)
+from mk.config import Config
 from mk.errors import MkError
 from mk.isa import c_header
 from mk.model.geometry import SLOT_K, Geometry, tile_rules
 from mk.splits import SplitPolicy
 
 ZERO_WAIT_DEFINE = "MK_ZERO_WAIT"  # a kernel that waits for no other SM: for the bound alone
+RING_SLOTS = 22  # of 8 KB: what an SM has room for
 CSRC = Path(__file__).parent / "csrc"
 FLAGS = (
     "-O3",
@@ -146,10 +148,30 @@ def build(
     return Library(recipe.folder / "libmk.so", recipe.folder.name, geometry, splits, *resources, defines)
 
 
-def is_built(geometry: Geometry, split_keys: int, max_splits: int, cache: Path | None = None) -> bool:
-    """Whether `build` would find this library; never compiles. False where it could not be built at all."""
+def build_for(config: Config, geometry: Geometry, splits: SplitPolicy, *more: str) -> Library:
+    """`build` of the kernel as `engine.ring`, `engine.handoff` and `routing` want it, with `more` defines."""
+    return build(geometry, splits, defines=(*defines_of(config), *more))
+
+
+def defines_of(config: Config) -> tuple[str, ...]:
+    """What the kernel is compiled with beyond its geometry: nothing, but for an ablation."""
+    ring, handoff = config.engine.ring, config.engine.handoff
+    chosen = (
+        (ring.slots != RING_SLOTS, f"MK_RING_SLOTS={ring.slots}"),
+        (ring.copy_kb != 8, f"MK_COPY_BYTES={ring.copy_kb * 1024}"),
+        (handoff.pollers == "warps", "MK_POLL_BY_WARPS"),
+        (handoff.polls == "relaxed", "MK_RELAXED_POLLS"),
+        (config.routing.name == "oracle", "MK_ORACLE"),
+    )
+    return tuple(define for wanted, define in chosen if wanted)
+
+
+def is_built(config: Config, geometry: Geometry, cache: Path | None = None) -> bool:
+    """Whether `build_for` would find this library; never compiles. False where it could not be built at all."""
+    attention = config.engine.attention
     try:
-        return (_recipe(geometry, SplitPolicy(split_keys, max_splits), cache).folder / "libmk.so").is_file()
+        splits = SplitPolicy(attention.split_keys, attention.max_splits)
+        return (_recipe(geometry, splits, cache, defines_of(config)).folder / "libmk.so").is_file()
     except MkError:
         return False
 

@@ -172,6 +172,7 @@ class RingConfig:
 
     slots: int  # capacity: how far the producer may run ahead
     window_kb: int  # bytes it may have outstanding
+    copy_kb: int  # of one bulk copy
 
     def __post_init__(self) -> None:
         require_at_least("engine.ring.slots", self.slots, 1)
@@ -185,6 +186,20 @@ class RingConfig:
                 f"engine.ring.window_kb={self.window_kb} is no multiple of a slot's 8 KB",
                 hint=f"engine.ring.window_kb={self.window_kb // 8 * 8}",
             )
+        if self.copy_kb not in (2, 4, 8):
+            raise MkError(f"engine.ring.copy_kb={self.copy_kb} must be 2, 4 or 8", hint="engine.ring.copy_kb=8")
+
+
+@dataclass(slots=True)
+class HandoffConfig:
+    """How the kernel's warps learn that a counter was reached."""
+
+    pollers: str  # controller: one warp an SM, for all of them; warps: each for itself
+    polls: str  # acquire: every look; relaxed: and one fence after the last
+
+    def __post_init__(self) -> None:
+        require_one_of("engine.handoff.pollers", self.pollers, ("controller", "warps"))
+        require_one_of("engine.handoff.polls", self.polls, ("acquire", "relaxed"))
 
 
 @dataclass(slots=True)
@@ -203,6 +218,7 @@ class EngineConfig:
     numerics: str  # float32, or kernel: bf16 at the kernel's rounding points
     attention: AttentionConfig
     ring: RingConfig
+    handoff: HandoffConfig
     prefill_policy: str  # pause: decode waits for a prompt; interleave: steps run between its chunks
     steps_between_chunks: int  # interleave: how many
     run_steps: int  # decode steps that are begun together while no request comes or ends

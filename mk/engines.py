@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mk.build import build, is_built
+from mk.build import build_for, is_built
 from mk.config import Config
 from mk.cuda_engine import CudaEngine
 from mk.device import DeviceFacts
@@ -302,8 +302,7 @@ def engine_name(config: Config, geometry: Geometry, rows: int) -> str:
     """The engine that `engine.name` stands for: `auto` takes the kernel where it can run and its library is built."""
     if config.engine.name != "auto":
         return config.engine.name
-    attention = config.engine.attention
-    if cuda_obstacle(config, rows) is None and is_built(geometry, attention.split_keys, attention.max_splits):
+    if cuda_obstacle(config, rows) is None and is_built(config, geometry):
         return "cuda"
     return "interpreter"
 
@@ -377,6 +376,20 @@ def _check(config: Config, model: Model, rows: int, context: int) -> None:
         )
 
 
+def card_plan(config: Config) -> Plan:
+    """The kernel's plan. Virtual SMs are for the interpreter: where the gpu group names no card, the plan takes all of
+    this one's, and so do its claimers if they were all of the virtual ones."""
+    plan = Plan.from_config(config)
+    if config.gpu.kind != "cpu":
+        return plan
+    sms, schedule = DeviceFacts.read().sms, config.schedule
+    attention, moe = (
+        sms if claimers == config.gpu.sms else claimers or 0
+        for claimers in (schedule.attention_claimers, schedule.moe_claimers)
+    )
+    return dataclasses.replace(plan, n_sm=sms, attention_claimers=attention, moe_claimers=moe)
+
+
 def _cuda_engine(
     config: Config,
     model: Model,
@@ -385,11 +398,8 @@ def _cuda_engine(
     pages: Mapping[str, int] | None,
     progress: Callable[[int, int], None] | None,
 ) -> CudaEngine:
-    """Virtual SMs are for the interpreter: without a card in the gpu group, the plan takes all of this one's."""
-    plan = Plan.from_config(config)
-    if config.gpu.kind == "cpu":
-        plan = dataclasses.replace(plan, n_sm=DeviceFacts.read().sms)
-    library = build(model.geometry, plan.splits)
+    plan = card_plan(config)
+    library = build_for(config, model.geometry, plan.splits)
     window = config.engine.ring.window_kb * 1024 // SLOT_BYTES
     return CudaEngine(
         model.packed(progress),

@@ -35,7 +35,6 @@ class Plan:
     claim_ahead: int = 2
     splits: SplitPolicy = SplitPolicy()
     costs: Costs | None = None  # with them, list scheduling chooses the order and the SMs (mk/schedule/greedy.py)
-    oracle: bool = False  # top-k waits for no logits: to price that wait, not to decode with
 
     @classmethod
     def from_config(cls, config: Config) -> Plan:
@@ -76,7 +75,6 @@ class Plan:
             claim_ahead=self.claim_ahead,
             splits=self.splits,
             draws=draws,
-            oracle=self.oracle,
         )
         if self.costs is None:
             return lower(shape, self.wave_order, self.placement)

@@ -86,8 +86,7 @@ def _words(
 class Uniform:
     """Every row draws its experts by itself: a row's ids do not depend on the rows beside it.
 
-    They are the ids of an oracle too, whose top-k knows them before the step (`StepShape.oracle`): same bytes, no wait
-    for logits.
+    They are the ids of an oracle too, which merely tells them to the producer before the step: same bytes, no wait.
     """
 
     geometry: Geometry

@@ -109,7 +109,7 @@ class Row:
     rank_correlation: float | None = None  # Spearman's, of simulated and measured p50 over the run's schedules
     mean_error: float | None = None  # of simulated p50, relative, over the same
     bound: str | None = None  # not a decode, but what none can beat: zero_wait, with every wait for other SMs left out;
-    # oracle, with expert ids known before the step and top-k waiting for no logits
+    # oracle, with expert ids known before the step
     waves: int | None = None  # parts of a step that were compared with the interpreter's
     worst_of_tolerance: float | None = None  # largest difference, in units of what mk/parts/compare.py allows there
     benchmark: str | None = None

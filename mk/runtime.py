@@ -32,9 +32,9 @@ from mk.step_params import (
     HOST_STEPS,
     KV_BLOCK,
     MAX_ROWS,
-    MAX_WINDOW,
     MIN_WINDOW,
     OWNED,
+    UNSAFE_SLOTS,
     StepParams,
     buffer_shapes,
     pack_sampling,
@@ -103,13 +103,14 @@ class Runtime:
             raise MkError(f"{self.facts.name} has compute capability {major}.{minor}, the kernel is built for 9.0")
         if library.geometry != self.geometry:
             raise MkError("the library was built for another model geometry than that of the weights")
-        if not MIN_WINDOW <= window_slots <= MAX_WINDOW:
-            raise MkError(
-                f"a window of {window_slots} slots must lie in {MIN_WINDOW}..{MAX_WINDOW}",
-                hint=f"engine.ring.window_kb from {8 * MIN_WINDOW} to {8 * MAX_WINDOW}",
-            )
         self.splits, self.build_hash, self.defines = library.splits, library.build_hash, library.defines
         self.library = library.open()
+        most = self.library.mk_ring_slots() - UNSAFE_SLOTS
+        if not MIN_WINDOW <= window_slots <= most:
+            raise MkError(
+                f"a window of {window_slots} slots must lie in {MIN_WINDOW}..{most}",
+                hint=f"engine.ring.window_kb from {8 * MIN_WINDOW} to {8 * most}",
+            )
         if self.library.mk_params_bytes() != ctypes.sizeof(StepParams):
             raise MkError("the library's parameters differ from this code's", hint="remove build/ and build again")
         blocks = self.library.mk_prepare()

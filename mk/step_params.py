@@ -21,7 +21,7 @@ from mk.splits import SplitPolicy
 
 MAX_ROWS = 8
 OWNED = 4  # residual strips an SM can keep the sums of
-MAX_WINDOW = 8  # ring slots that may be in flight; why is in gemm.cuh
+UNSAFE_SLOTS = 14  # of a ring may never be in flight; why is in gemm.cuh
 MIN_WINDOW = 4  # the slots that a producer issues at once
 HOST_STEPS = 1024  # slots of the ring in pinned host memory
 COUNTER_STRIDE = 32  # words: a counter has a 128-byte line of its own

@@ -11,7 +11,9 @@ def constants() -> dict[str, int]:
     """`constexpr int` definitions whose value is arithmetic over integers and earlier ones of them."""
     found: dict[str, int] = {}
     for file in ("params.cuh", "shared.cuh", "gemm.cuh", "sampling.cuh"):
-        for line in re.findall(r"^constexpr int ([^;]+);", (CSRC / file).read_text(), re.MULTILINE):
+        text = (CSRC / file).read_text()
+        found |= {name: int(value) for name, value in re.findall(r"^#define (\w+) (\d+)$", text, re.MULTILINE)}
+        for line in re.findall(r"^constexpr int ([^;]+);", text, re.MULTILINE):
             for definition in re.split(r",\s*(?=\w+ =)", line):
                 name, expression = definition.split(" = ")
                 if re.fullmatch(r"[\w\s*+()-]+", expression):

@@ -156,6 +156,24 @@ def test_auto_takes_the_kernel_exactly_where_asking_for_it_works(
     assert mk.engines.engine_name(auto, GEOMETRY, rows) == "interpreter"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "n_sm", "claimers"),
+    [
+        (["schedule=work_stealing"], 132, (132, 132)),
+        (["schedule=work_stealing", "schedule.moe_claimers=3"], 132, (132, 3)),
+        (["gpu=h200", "gpu.sms=64", "schedule=work_stealing"], 64, (64, 64)),
+        ([], 132, (0, 0)),
+    ],
+)
+def test_all_virtual_claimers_stand_for_all_sms(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], n_sm: int, claimers: tuple[int, int]
+) -> None:
+    hopper = DeviceFacts("NVIDIA H200", 132, 227 * 1024, (9, 0))
+    monkeypatch.setattr(DeviceFacts, "read", classmethod(lambda cls: hopper))
+    plan = mk.engines.card_plan(load_config(overrides))
+    assert (plan.n_sm, (plan.attention_claimers, plan.moe_claimers)) == (n_sm, claimers)
+
+
 def test_another_card_than_hopper_is_left_to_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     ampere = DeviceFacts("NVIDIA A100", 108, 164 * 1024, (8, 0))
     monkeypatch.setattr(DeviceFacts, "read", classmethod(lambda cls: ampere))
@@ -170,7 +188,7 @@ def test_the_engine_follows_the_card(fake_device: FakeLibrary, tmp_path: Path, m
     """The default gpu group describes virtual SMs: the card's own count is taken. A named card has to be this one."""
     asked: list[Plan] = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr(mk.engines, "build", fake_build)
+    monkeypatch.setattr("mk.build.build", fake_build)
     monkeypatch.setattr(mk.engines, "CudaEngine", lambda weights, library, plan, *args, **kwargs: asked.append(plan))
     source().write_folder(tmp_path)
     axes = ["engine=cuda", f"model.path={tmp_path}", "weights=random"]

@@ -82,6 +82,8 @@ def test_the_oracle_is_the_reference_and_bfloat16_is_near() -> None:
     ("overrides", "message"),
     [
         (["engine=interpreter"], "not engine=interpreter"),
+        (["engine.ring.slots=17"], "engine.ring.slots=17: the kernel takes 18..22"),
+        (["engine.ring.slots=18"], "engine.ring.window_kb=64: the kernel takes 32..32"),
         (["experiment.batches=[]"], "experiment.batches is empty"),
         (["experiment.batches=[1,9]"], "must lie in 1..8"),
         (["experiment.steps=0"], "experiment.steps=0"),
@@ -136,7 +138,7 @@ def stand_in(fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> FakeL
 
     made = opening.Runtime
     monkeypatch.setattr(opening, "Runtime", runtime)
-    monkeypatch.setattr(experiment, "build", fake_build)
+    monkeypatch.setattr("mk.build.build", fake_build)
     monkeypatch.setattr(device_weights, "consult", oracle)
     monkeypatch.setattr(device_weights, "_held", None)
     monkeypatch.setattr(experiment, "DEVICE", torch.device("cpu"))
@@ -172,21 +174,21 @@ def test_a_bound_is_labelled_and_claims_no_check(
 ) -> None:
     defines = []
     monkeypatch.setattr(
-        experiment, "build", lambda *args, **more: defines.append(more.get("defines")) or fake_build(*args, **more)
+        "mk.build.build", lambda *args, **more: defines.append(more.get("defines")) or fake_build(*args, **more)
     )
     assert experiment.main(load_config([*RUN, "experiment.zero_wait=true", f"run_dir={tmp_path}"])) == 0
     rows = rows_of(tmp_path)
     assert [(row.batch, row.bound) for row in rows] == [(1, None), (2, None), (1, "zero_wait"), (2, "zero_wait")]
     assert rows[2].checks == {"schedule_verified": True} and rows[2].logits_error is None
-    assert rows[2].bytes_per_step == rows[0].bytes_per_step and defines == [None, ("MK_ZERO_WAIT",)]
+    assert rows[2].bytes_per_step == rows[0].bytes_per_step and defines == [(), ("MK_ZERO_WAIT",)]
 
 
-def test_an_oracle_is_a_bound_whose_topk_waits_for_no_logits(stand_in: FakeLibrary, tmp_path: Path) -> None:
+def test_an_oracle_is_a_bound_from_a_build_of_its_own(stand_in: FakeLibrary, tmp_path: Path) -> None:
     assert experiment.main(load_config([*RUN, f"run_dir={tmp_path}/uniform"])) == 0
     assert experiment.main(load_config([*RUN, "routing=oracle", f"run_dir={tmp_path}/oracle"])) == 0
     uniform, oracle = (rows_of(tmp_path / name)[1] for name in ("uniform", "oracle"))
-    assert (oracle.routing, oracle.bound, oracle.checks) == ("oracle", "oracle", {"schedule_verified": True})
-    assert (uniform.routing, uniform.bound) == ("uniform", None) and uniform.schedule_hash != oracle.schedule_hash
+    assert (oracle.routing, oracle.bound, oracle.checks) == ("oracle", "oracle", uniform.checks)
+    assert (uniform.routing, uniform.bound) == ("uniform", None) and uniform.routing_hash == oracle.routing_hash
     assert oracle.distinct_experts == uniform.distinct_experts and oracle.bytes_per_step == uniform.bytes_per_step
 
 

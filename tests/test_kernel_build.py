@@ -19,7 +19,7 @@ import pytest
 from experiments.sanitize import PLANTED
 from mk import build as building
 from mk import step_params
-from mk.build import CSRC, Library, build, find_nvcc, geometry_header
+from mk.build import CSRC, Library, build, defines_of, find_nvcc, geometry_header
 from mk.compose import load_config
 from mk.errors import MkError
 from mk.interpreter import Status
@@ -34,7 +34,7 @@ from mk.splits import SplitPolicy
 from tests.csrc_constants import constants
 
 GEOMETRIES = {"nano": Geometry.from_hf_config(NANO), "north_mini_code": PRESETS["north_mini_code"]}
-SHARED_BYTES = {"nano": 225_896, "north_mini_code": 225_896}  # of a block; an SM has 232,448 for it
+SHARED_BYTES = {"nano": 225_912, "north_mini_code": 225_912}  # of a block; an SM has 232,448 for it
 MAX_REGISTERS = 168  # a thread at launch: 384 of them share the 65,536 of an SM
 MAX_SPILL_BYTES = 0
 
@@ -74,11 +74,32 @@ def test_the_builds_for_tests_compile_too(libraries: dict[str, Library]) -> None
     assert library.open().mk_shared_bytes() <= 227 * 1024
 
 
+@pytest.mark.parametrize(
+    ("override", "define"),
+    [
+        ("engine.ring.slots=18", "MK_RING_SLOTS=18"),
+        ("engine.ring.copy_kb=2", "MK_COPY_BYTES=2048"),
+        ("engine.handoff.pollers=warps", "MK_POLL_BY_WARPS"),
+        ("engine.handoff.polls=relaxed", "MK_RELAXED_POLLS"),
+        ("routing=oracle", "MK_ORACLE"),
+    ],
+)
+def test_an_ablation_is_a_build_of_its_own(override: str, define: str) -> None:
+    """Of the same source, where the name stands; and by default there is none."""
+    assert defines_of(load_config(["engine.ring.window_kb=32"])) == ()
+    assert defines_of(load_config(["engine.ring.window_kb=32", override])) == (define,)
+    name = define.partition("=")[0]
+    assert any(re.search(rf"^#ifn?def {name}\b", file.read_text(), re.MULTILINE) for file in CSRC.rglob("*.cuh"))
+    library = build(GEOMETRIES["nano"], defines=(define,))
+    assert (library.spill_bytes, library.stack_bytes) == (MAX_SPILL_BYTES, 0)
+    assert library.open().mk_ring_slots() == (18 if name == "MK_RING_SLOTS" else building.RING_SLOTS)
+
+
 @pytest.mark.parametrize("model", GEOMETRIES)
 def test_both_sides_mean_the_same_parameters_and_ring(libraries: dict[str, Library], model: str) -> None:
     opened = libraries[model].open()
     assert opened.mk_params_bytes() == ctypes.sizeof(step_params.StepParams)
-    assert opened.mk_ring_slots() == load_config().engine.ring.slots
+    assert opened.mk_ring_slots() == load_config().engine.ring.slots == building.RING_SLOTS
     names = [name for name, *_ in step_params.StepParams._fields_]
     assert len(names) == len(set(names)) and {"slots", "keys", "epoch", "advance"} <= set(names)
 
@@ -103,7 +124,9 @@ def test_constants_written_on_both_sides_agree() -> None:
         "KV_BLOCK_BYTES": 2 * step_params.KV_BLOCK,
         "COUNTER_STRIDE": step_params.COUNTER_STRIDE,
         "MAX_ROWS": step_params.MAX_ROWS,
-        "MAX_WINDOW": step_params.MAX_WINDOW,
+        "MAX_WINDOW": building.RING_SLOTS - step_params.UNSAFE_SLOTS,
+        "RING_SLOTS": building.RING_SLOTS,
+        "COPY_BYTES": SLOT_BYTES,
         "PRODUCER_LANES": step_params.MIN_WINDOW,
         "OWNED": step_params.OWNED,
         "HOST_STEPS": step_params.HOST_STEPS,

@@ -22,7 +22,7 @@ from mk.sampling import SamplingParams
 from mk.schedule.lower import Program
 from mk.splits import SplitPolicy
 from mk.stalls import describe_stall
-from mk.step_params import HOST_STEPS, MAX_ROWS, MAX_WINDOW, MIN_WINDOW, OWNED, pack_sampling
+from mk.step_params import HOST_STEPS, MAX_ROWS, MIN_WINDOW, OWNED, UNSAFE_SLOTS, pack_sampling
 from tests.device_rig import H200, FakeLibrary, fake_build, fake_device, next_logits
 from tests.interpreter_rig import GEOMETRY, weights
 
@@ -71,6 +71,9 @@ def test_without_a_card_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(MkError, match="needs a GPU"):
         DeviceFacts.read()
+
+
+MAX_WINDOW = FakeLibrary().mk_ring_slots() - UNSAFE_SLOTS
 
 
 @pytest.mark.parametrize("window", [MIN_WINDOW - 1, MAX_WINDOW + 1])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from mk.isa import ISA, NONE, Word
 from mk.model.geometry import PRESETS
 from mk.programs import Plan
 from mk.schedule.placement import PLACEMENTS
@@ -65,19 +63,3 @@ def test_full_size_schedules(rows: int, figure: Callable[[str], None]) -> None:
     seconds = found[slowest][1]
     figure(f"full size, batch {rows}: {len(found)} schedules verified, the slowest in {seconds:.2f} s {slowest[3:5]}")
     assert seconds < 10
-
-
-@pytest.mark.parametrize("claimers", [0, 4])
-@pytest.mark.parametrize("order", WAVE_ORDERS.values(), ids=WAVE_ORDERS)
-def test_an_oracle_loses_the_wait_of_topk_and_nothing_else(order: tuple[str, ...], claimers: int) -> None:
-    plain = Plan(4, order, "row_owner", claimers, claimers)
-    known = dataclasses.replace(plain, oracle=True).lower(NANO_GEOMETRY, 2, 512)
-    verify(known)  # all that it still reads, it waits for
-    usual = plain.lower(NANO_GEOMETRY, 2, 512)
-    router = {i for i, counter in enumerate(known.counters) if counter.name.startswith("router")}
-    assert not router and len(usual.counters) - len(known.counters) == len(NANO_GEOMETRY.sparse_layers)
-    topk = known.words[:, Word.OPCODE] == ISA.named("topk").opcode
-    assert topk.sum() == (usual.words[:, Word.OPCODE] == ISA.named("topk").opcode).sum() > 0
-    assert (known.words[topk][:, Word.WAIT0] == NONE).all()
-    bytes_read = [Word.OPCODE, Word.LAYER, Word.TILE, Word.TILES, Word.K_SLOTS, Word.WEIGHT, Word.RANK, Word.RANKS]
-    assert (known.words[:, bytes_read] == usual.words[:, bytes_read]).all()

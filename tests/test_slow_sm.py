@@ -72,7 +72,7 @@ def stand_in(fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> FakeL
     made = opening.Runtime
     fake_device.fault = launch
     monkeypatch.setattr(opening, "Runtime", runtime)
-    monkeypatch.setattr(experiment, "build", fake_build)
+    monkeypatch.setattr("mk.build.build", fake_build)
     monkeypatch.setattr(experiment, "DEVICE", torch.device("cpu"))
     return fake_device
 

@@ -18,7 +18,7 @@ class Aside {
       s.aside[lane] = mine;
       __syncwarp();
       mine = word_of(at + 1, end);  // on its way during the wait
-      if (!wait(W_WAIT0) || !wait(W_WAIT1)) break;
+      if (!await_counter(p, g, s.aside, W_WAIT0) || !await_counter(p, g, s.aside, W_WAIT1)) break;
       inject_delay(p, DELAY_WAIT, s.aside[W_TASK]);
       work(s.aside);
       inject_delay(p, DELAY_SIGNAL, s.aside[W_TASK]);
@@ -37,16 +37,6 @@ class Aside {
     switch (d[W_OPCODE]) {
       case OP_ATTN_COMBINE: return Combine(p, s, d, lane).run();
     }
-  }
-  DEVICE bool wait(int slot) const {
-    const int counter = s.aside[slot];
-    if (counter == NONE) return true;
-    const uint32_t target = counter_target(p, s.aside[slot + 2], s.aside[slot + 1]);
-    uint32_t seen;
-#pragma unroll 1
-    while (!counter_reached(p, counter, target, seen))
-      if (g.given_up()) return g.report(counter, target, seen), false;
-    return true;
   }
 
   const StepParams& p;

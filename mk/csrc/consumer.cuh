@@ -9,7 +9,7 @@
 class Consumer {
  public:
   DEVICE Consumer(const StepParams& params, Shared& shared)
-      : p(params), s(shared), g(params, shared, ROLE_CONSUMER), entries(shared, g), st(shared, g) {}
+      : p(params), s(shared), g(params, shared, ROLE_CONSUMER), entries(params, shared, g), st(shared, g) {}
 
   DEVICE void run() {
     if (!layers() || !ending()) entries.report();
@@ -74,7 +74,7 @@ class Consumer {
     if (op == OP_MOE_DOWN) return down_tiles(p, s, st, d);
     bool ok;
     if (op == OP_MOE_DOWN_OWNED)
-      ok = down_owned(p, s, st, d);
+      ok = g.wait(&s.route_weighed, s.route[layer & 1].lap) && down_owned(p, s, st, d);
     else
       ok = op == OP_O_PROJ ? product<Q_SLOTS>(d, p.attn_out) : product<DENSE_SLOTS>(d, p.dense_hidden);
     forget();  // also where the step is given up: otherwise registers spill

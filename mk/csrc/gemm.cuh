@@ -160,12 +160,12 @@ DEVICE bool mma_strip(Streams& streams, float (&c)[4], const Fragment<SLOTS>& b)
         streams.skip_slots(streams.warp);
         if (!streams.await_slot()) return false;
         mma_slot(c, streams.slot(), b.v + round * SUBTILES);
-        streams.release_slot(CONSUMERS);
+        streams.release_slot(streams.warp == slots - 1 ? slots : CONSUMERS);
         streams.skip_slots(slots - streams.warp - 1);
-      } else {  // not this warp's, but the last is waited for: see MAX_PASSED
+      } else {  // not this warp's, but it waits for the last and has a part in giving it back: see MAX_PASSED
         streams.skip_slots(slots - 1);
         if (!streams.await_slot()) return false;
-        streams.skip_slots(1);
+        streams.release_slot(1);
       }
     }
   } else {

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
     s.given_up = 0;
     for (int i = 0; i < RING_SLOTS; ++i) barrier_init(&s.ring_full[i], 1), barrier_init(&s.ring_empty[i], CONSUMERS);
     for (int i = 0; i < 2; ++i) barrier_init(&s.chunk_full[i], 1);
-    barrier_init(&s.route_ready, 1);
+    barrier_init(&s.route_ready, 1), barrier_init(&s.route_weighed, 1);
     barrier_init(&s.finished, CONSUMERS + 3);
     for (int i = 0; i < ENTRIES; ++i) {
       barrier_init(&s.entry_full[i], 1), barrier_init(&s.entry_go[i], 1);

@@ -158,7 +158,10 @@ class Producer {
         barrier_expect(&s.ring_full[at_.index], SLOT_BYTES);
         ok = g.wait(&s.ring_full[landed_.index], landed_.lap, SPENT_WINDOW);  // last: nothing but the copy follows
       }
-      if (ok) bulk_copy(s.ring[at_.index], src, SLOT_BYTES, &s.ring_full[at_.index]);
+      if (ok)
+#pragma unroll
+        for (int part = 0; part < SLOT_BYTES; part += COPY_BYTES)
+          bulk_copy(s.ring[at_.index] + part, src + part, COPY_BYTES, &s.ring_full[at_.index]);
     }
     at_.skip(slots), landed_.skip(slots);
     return __all_sync(MASK, ok);

@@ -81,6 +81,8 @@ DEVICE uint32_t load_acquire(const uint32_t* p) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+// An acquire without a load, for loads that were relaxed.
+DEVICE void acquire_fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 DEVICE void signal_release(uint32_t* p, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }

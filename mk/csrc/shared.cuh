@@ -13,7 +13,15 @@ static_assert(CONSUMERS * 32 * CONSUMER_REGISTERS + (THREADS - CONSUMERS * 32) *
                   LAUNCH_REGISTERS * THREADS,
               "registers of a block");
 
-constexpr int RING_SLOTS = 22;
+#ifndef MK_RING_SLOTS  // fewer, for an ablation
+#define MK_RING_SLOTS 22
+#endif
+#ifndef MK_COPY_BYTES  // of one bulk copy; smaller ones for an ablation
+#define MK_COPY_BYTES 8192
+#endif
+constexpr int RING_ROOM = 22, RING_SLOTS = MK_RING_SLOTS;
+static_assert(RING_SLOTS <= RING_ROOM, "ring slots of an SM");
+constexpr int COPY_BYTES = MK_COPY_BYTES;
 constexpr int PRODUCER_LANES = 4;  // slots that are issued at once
 constexpr int ENTRIES = 16;     // task ring
 constexpr int TILES_RING = 4;   // partial tiles between consumers and storer
@@ -30,10 +38,11 @@ struct Route {
   uint8_t rows[128];            // bit n: row n goes to this expert
   uint8_t active[128];          // routed experts, ascending id
   int n_active;
+  uint32_t lap;  // of route_weighed, when the weights are there
 };
 
 struct Shared {
-  uint8_t ring[RING_SLOTS][SLOT_BYTES];
+  uint8_t ring[RING_ROOM][SLOT_BYTES];
   int chunk[2][CHUNK][DESCRIPTOR_WORDS];
   int entry[ENTRIES][DESCRIPTOR_WORDS];
   float tile[TILES_RING][CONSUMERS][128];  // 16 x 8 partial products, one a warp
@@ -56,9 +65,11 @@ struct Shared {
   int planted;
 #endif
   Barrier ring_full[RING_SLOTS], ring_empty[RING_SLOTS];
-  Barrier chunk_full[2], route_ready;
+  Barrier chunk_full[2];
+  Barrier route_ready;  // top-k's list of experts
   Barrier entry_full[ENTRIES], entry_empty[ENTRIES], entry_go[ENTRIES];
   Barrier tile_full[TILES_RING], tile_empty[TILES_RING];
+  Barrier route_weighed;  // and their weights
   Barrier finished;  // consumer warps, producer, storer and the warp aside, at their ends
 };
 

@@ -12,13 +12,18 @@
 class Storer {
  public:
   DEVICE Storer(const StepParams& params, Shared& shared)
-      : p(params), s(shared), g(params, shared, ROLE_STORER), entries(shared, g), at(threadIdx.x % 32) {}
+      : p(params), s(shared), g(params, shared, ROLE_STORER), entries(params, shared, g), at(threadIdx.x % 32) {}
 
   DEVICE void run() {
     bool ok;
     while ((ok = entries.next()) && entries.words[W_OPCODE] != OP_END) {
       const int* d = entries.words;
-      if (d[W_OPCODE] == OP_TOPK) replaced_ = ReplacedIds(p, d[W_LAYER], at.lane);
+      if (d[W_OPCODE] == OP_TOPK) {
+        replaced_ = ReplacedIds(p, d[W_LAYER], at.lane);
+#ifdef MK_ORACLE
+        TopK(p, s, d, at.lane).foresee(replaced_, topks_ & 1);
+#endif
+      }
       // opened: an entry may only store and signal after its waits, also when it has nothing to do
       if (!(ok = entries.opened())) break;
       const uint32_t opened = trace_clock();
@@ -96,7 +101,7 @@ class Storer {
     const Place at(hidden(this->at.lane));  // no address of these is worth a register all through the step
     switch (d[W_OPCODE]) {
       case OP_EMBED: return embed(p, s, at, d);
-      case OP_TOPK: return TopK(p, s, d, at.lane).run(replaced_);
+      case OP_TOPK: return TopK(p, s, d, at.lane).run(replaced_, topks_++ & 1);
       case OP_MOE_COMBINE: return moe_combine(p, s, at, d);
       case OP_RESIDUAL: return residual(p, s, at, d);
       case OP_ROUTE_SETUP: return clear_idle_queues(d);
@@ -152,4 +157,5 @@ class Storer {
   float rstd_[2] = {0.f, 0.f};
   Candidates candidates;
   ReplacedIds replaced_;
+  uint32_t topks_ = 0;  // of this SM so far
 };

@@ -70,10 +70,29 @@ DEVICE bool counter_reached(const StepParams& p, int counter, uint32_t target, u
   return seen = target, true;
 #endif
   uint32_t value = 0;
-  if (threadIdx.x % 32 == 0) value = load_acquire(p.counters + static_cast<size_t>(counter) * COUNTER_STRIDE);
+  if (threadIdx.x % 32 == 0) {
+    const uint32_t* at = p.counters + static_cast<size_t>(counter) * COUNTER_STRIDE;
+#ifdef MK_RELAXED_POLLS
+    value = load_l2(at);
+    if (static_cast<int>(value - target) >= 0) acquire_fence();
+#else
+    value = load_acquire(at);
+#endif
+  }
   seen = __shfl_sync(~0u, value, 0);
   __syncwarp();  // carries lane 0's acquire to the others
   return static_cast<int>(seen - target) >= 0;
+}
+// Polls one of a descriptor's counters until it was reached; false when the step was given up.
+DEVICE bool await_counter(const StepParams& p, const Guard& g, const int* d, int slot) {
+  const int counter = d[slot];
+  if (counter == NONE) return true;
+  const uint32_t target = counter_target(p, d[slot + 2], d[slot + 1]);
+  uint32_t seen;
+#pragma unroll 1
+  while (!counter_reached(p, counter, target, seen))
+    if (g.given_up()) return g.report(counter, target, seen), false;
+  return true;
 }
 
 // What a task tells others when all its lanes' stores are done; one lane does it for its warp.
@@ -92,7 +111,7 @@ DEVICE void consumers_meet() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 // The task ring as one of its readers sees it: entries in order, each released when done with.
 class EntryReader {
  public:
-  DEVICE EntryReader(Shared& shared, Guard guard) : s(shared), g(guard) {}
+  DEVICE EntryReader(const StepParams& params, Shared& shared, Guard guard) : p(params), s(shared), g(guard) {}
   DEVICE bool next() {
     if (!g.wait(&s.entry_full[at.index], at.lap)) return false;
     words = s.entry[at.index];
@@ -100,7 +119,12 @@ class EntryReader {
     return true;
   }
   // Waits until what the entry's counters stand for has happened.
-  DEVICE bool opened() const { return g.wait(&s.entry_go[at.index], at.lap); }
+  DEVICE bool opened() const {
+#ifdef MK_POLL_BY_WARPS
+    if (!await_counter(p, g, words, W_WAIT0) || !await_counter(p, g, words, W_WAIT1)) return false;
+#endif
+    return g.wait(&s.entry_go[at.index], at.lap);
+  }
   DEVICE void report() const { g.report(NONE, 0, 0); }
   DEVICE void release() {
     __syncwarp();
@@ -112,6 +136,7 @@ class EntryReader {
   int count = 1;  // of the current entry, as the trace numbers them
 
  private:
+  const StepParams& p;
   Shared& s;
   const Guard g;
   Cursor<ENTRIES> at;

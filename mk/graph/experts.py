@@ -53,8 +53,7 @@ def _topk(s: StepShape, layer: int) -> Words:
 
 
 def _all_router(s: StepShape, d: Words) -> tuple[Words, Words]:
-    lo = np.zeros(len(d), np.int32)
-    return lo, lo if s.oracle else d[:, Word.TILES] * d[:, Word.K_SLOTS]
+    return np.zeros(len(d), np.int32), d[:, Word.TILES] * d[:, Word.K_SLOTS]
 
 
 ISA.add(

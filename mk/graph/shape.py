@@ -53,8 +53,7 @@ class StepShape:
     rows: built batch size. bucket: the longest context (tokens, the new one included) the list has room for; it sizes
     lists, never arithmetic. own_rows: each residual strip has one owner that keeps its sums (`placement=row_owner`).
     attention_claimers, moe_claimers: SMs that steal those tiles, 0 = static. draws: rows may be sampled; without, all
-    are greedy. oracle: top-k knows the ids beforehand and waits for no logits, so its weights are left to chance: a
-    step to time, not to decode with.
+    are greedy.
 
     Raises MkError naming a count that cannot be.
     """
@@ -69,7 +68,6 @@ class StepShape:
     claim_ahead: int = 2
     splits: SplitPolicy = SplitPolicy()
     draws: bool = False
-    oracle: bool = False
     layout: WeightLayout = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mk.build import RING_SLOTS
 from mk.graph import LAYER_WAVES, StepShape, resolve
 from mk.isa import Access, Buffer, Op, Word, Words
 from mk.model.geometry import SLOT_BYTES
 from mk.schedule.costs import Costs
 from mk.schedule.placement import PHASES, RowOwner, SmIds
 
-RING_SLOTS = 22  # that the producer may be ahead of the consumers (csrc/shared.cuh)
 _EQUAL = 0.05  # microseconds: stalls that differ by less count as equal
 
 

@@ -220,7 +220,7 @@ def _synchronise(shape: StepShape, waves: list[_Wave]) -> list[Counter]:
     for index, wave in enumerate(waves):
         # a track signals in list order: this wave's completion is that of every earlier one run by no other tracks
         implied[index] = sum(1 << other for other in range(index) if not members[other] & ~members[index])
-        needs = _needs(shape, wave, writers)
+        needs = _needs(wave, writers)
         first = np.flatnonzero(np.diff(wave.tracks, prepend=-1))
         alike: dict[int, list[int]] = {}  # tracks that know the same wait for the same
         for start in first.tolist():
@@ -277,7 +277,7 @@ def _buffer(access: Access, wave: _Wave) -> Buffer:
     return Buffer(int(resolve(access, wave.tasks[:1])[0]))
 
 
-def _needs(shape: StepShape, wave: _Wave, writers: dict[tuple[Buffer, int], list[int]]) -> list[int]:
+def _needs(wave: _Wave, writers: dict[tuple[Buffer, int], list[int]]) -> list[int]:
     """Waves (indices) of this step that this wave reads from across tracks."""
     needs: set[int] = set()
     for access in wave.op.reads:
@@ -286,9 +286,6 @@ def _needs(shape: StepShape, wave: _Wave, writers: dict[tuple[Buffer, int], list
         buffer = _buffer(access, wave)
         if buffer in LOCAL_BUFFERS or buffer == Buffer.QUEUES:
             continue  # program order carries the first; the second was cleared a step ago
-        lo, hi = access.span(shape, wave.tasks)
-        if not (hi > lo).any():
-            continue
         needs.update(writers.get((buffer, wave.layer), ()))
     return sorted(needs)
 

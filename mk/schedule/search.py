@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from mk.build import RING_SLOTS
 from mk.errors import MkError
 from mk.graph import LAYER_WAVES
 from mk.model.geometry import Geometry
@@ -23,7 +24,7 @@ from mk.schedule.simulator.expand import Sample
 from mk.schedule.simulator.work import Ring
 from mk.schedule.stored import StoredSchedule
 from mk.splits import SplitPolicy
-from mk.step_params import MAX_WINDOW, MIN_WINDOW
+from mk.step_params import MIN_WINDOW, UNSAFE_SLOTS
 from mk.verify import verify
 
 AFTER = {  # what a wave of a layer may not precede
@@ -36,7 +37,7 @@ AFTER = {  # what a wave of a layer may not precede
     "oproj": ("attn_combine",),
     "rmsnorm": ("oproj", "moe_down", "moe_combine"),
 }
-SPLITS = ((128, 16), (128, 32), (128, 64), (256, 32))  # (split_keys, max_splits)
+SPLITS = ((128, 16), (128, 33), (128, 64), (256, 33))  # (split_keys, max_splits)
 CLAIMERS = (0, 0, 0, 1, 2, 4)  # the share of all SMs, in quarters; most candidates are static
 
 
@@ -159,6 +160,6 @@ def _redraw(rng: random.Random, schedule: StoredSchedule, n_sm: int, axis: str) 
         keys, most = rng.choice(SPLITS)
         return dataclasses.replace(schedule, split_keys=keys, max_splits=most)
     if axis == "window":
-        return dataclasses.replace(schedule, window=rng.randint(MIN_WINDOW, MAX_WINDOW))
+        return dataclasses.replace(schedule, window=rng.randint(MIN_WINDOW, RING_SLOTS - UNSAFE_SLOTS))
     attention, moe = (n_sm * rng.choice(CLAIMERS) // 4 for _ in range(2))
     return dataclasses.replace(schedule, attention_claimers=attention, moe_claimers=moe)

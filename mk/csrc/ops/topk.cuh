@@ -21,13 +21,16 @@ class ReplacedIds {
       id[i] = p.forced_ids && at < MAX_ROWS * TOP_K ? p.forced_ids[layer * MAX_ROWS * TOP_K + at] : NONE;
     }
   }
-  // The same in all lanes.
+  // Lanes may ask for different ranks.
   DEVICE int of(int row, int rank) const {
     const int at = row * TOP_K + rank;
-    int held = 0;
+    int found = NONE;
 #pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) held |= id[i] & (at / 32 == i ? ~0 : 0);  // an index would move it to local memory
-    return __shfl_sync(~0u, held, at % 32);
+    for (int i = 0; i < PER_LANE; ++i) {
+      const int held = __shfl_sync(~0u, id[i], at % 32);
+      if (at / 32 == i) found = held;
+    }
+    return found;
   }
 
  private:
@@ -42,7 +45,8 @@ class TopK {
       : p(params), s(shared), route(shared.route[d[W_LAYER] & 1]), lane(lane_),
         published(d[W_FLAGS] & FLAG_PUBLISH ? params.route_ids + d[W_LAYER] * MAX_ROWS * TOP_K : nullptr) {}
 
-  DEVICE void run(const ReplacedIds& replaced) {
+  // What the producer waits for comes first: the list of experts. Their weights follow, for the down projection.
+  DEVICE void run(const ReplacedIds& replaced, uint32_t lap) {
     uint32_t rows = 0;  // byte j: rows that go to expert 4 lane + j
     float4 parts[HIDDEN_SLOTS];
     load(parts, 0);
@@ -60,17 +64,54 @@ class TopK {
       if (forced) mine = named(row, replaced, ids);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float v = logit[j], weight = v == v ? 1.f / (1.f + expf(-v)) : 0.f;  // of all four: no lane waits for another
-        if (mine >> j & 1) route.weight[lane * 4 + j][row] = weight;
+        if (mine >> j & 1) route.weight[lane * 4 + j][row] = logit[j];
         rows |= (mine >> j & 1) << (8 * j + row);
       }
     }
+#ifdef MK_ORACLE
+    if (!all_named(replaced)) announce(rows, lap);
+#else
+    announce(rows, lap);
+#endif
+    for (; rows; rows &= rows - 1) {  // from the logits that this lane put there
+      const int bit = __ffs(rows) - 1;
+      float& weight = route.weight[lane * 4 + bit / 8][bit % 8];
+      weight = weight == weight ? 1.f / (1.f + expf(-weight)) : 0.f;
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&s.route_weighed);
+  }
+
+#ifdef MK_ORACLE
+  // What an ablation prices: ids that are known before the logits are.
+  DEVICE void foresee(const ReplacedIds& replaced, uint32_t lap) {
+    if (!all_named(replaced)) return;
+    uint32_t rows = 0;
+#pragma unroll 1
+    for (int row = 0; row < p.rows; ++row) {
+      const uint32_t mine = s.keys[row] ? named(row, replaced, nullptr) : 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) rows |= (mine >> j & 1) << (8 * j + row);
+    }
+    announce(rows, lap);
+  }
+#endif
+
+ private:
+#ifdef MK_ORACLE
+  DEVICE bool all_named(const ReplacedIds& replaced) const {
+    bool all = true;
+#pragma unroll 1
+    for (int row = 0; row < p.rows; ++row) all &= s.keys[row] == 0 || replaced.of(row, 0) != NONE;
+    return all;
+  }
+#endif
+  DEVICE void announce(uint32_t rows, uint32_t lap) {
     list(rows);
+    if (lane == 0) route.lap = lap;
     __syncwarp();
     if (lane == 0) barrier_arrive(&s.route_ready);
   }
-
- private:
   DEVICE void load(float4 (&parts)[HIDDEN_SLOTS], int row) const {
 #pragma unroll
     for (int k = 0; k < HIDDEN_SLOTS; ++k)
@@ -79,7 +120,7 @@ class TopK {
 
   // The TOP_K largest logits, equal ones by the lower id: this lane's, as bits.
   DEVICE uint32_t largest(int row, const float (&logit)[4], int* ids) const {
-    uint32_t key[4], mine = 0;
+    uint32_t key[4];
     bool bad = false;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -88,55 +129,69 @@ class TopK {
       bad |= exists && logit[j] != logit[j];
     }
     if (bad) atomicOr(p.status + row, STATUS_ROUTER_NAN);
-#pragma unroll 1
-    for (int rank = 0; rank < TOP_K; ++rank) {
-      const uint32_t top = __reduce_max_sync(~0u, max(max(key[0], key[1]), max(key[2], key[3])));
-      const bool equal[4] = {key[0] == top, key[1] == top, key[2] == top, key[3] == top};
-      const bool any = equal[0] || equal[1] || equal[2] || equal[3];
-      const bool own = lane == __ffs(__ballot_sync(~0u, any)) - 1;
-      const int j = equal[0] ? 0 : equal[1] ? 1 : equal[2] ? 2 : 3;
+    int before[4];  // keys of this lane that are taken before each
 #pragma unroll
-      for (int i = 0; i < 4; ++i)  // no index: an indexed array would live in local memory
-        if (own && i == j) key[i] = 0;
-      if (own) mine |= 1u << j;
-      if (own && ids) ids[rank] = lane * 4 + j;
+    for (int j = 0; j < 4; ++j) {
+      before[j] = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) before[j] += i < j ? key[i] >= key[j] : key[i] > key[j];
+    }
+    settle(key[0], key[1]), settle(key[2], key[3]), settle(key[0], key[2]), settle(key[1], key[3]), settle(key[1], key[2]);
+    const uint32_t lower_lanes = (1u << lane) - 1;
+    int taken = 0;       // of this lane's
+    uint32_t ranks = 0;  // of those, four bits each
+#pragma unroll 2
+    for (int rank = 0; rank < TOP_K; ++rank) {
+      const uint32_t top = __reduce_max_sync(~0u, key[0]);
+      const uint32_t equal = __ballot_sync(~0u, key[0] == top);
+      if (key[0] == top && !(equal & lower_lanes)) {
+        ranks |= rank << 4 * taken++;
+        key[0] = key[1], key[1] = key[2], key[2] = key[3], key[3] = 0;
+      }
+    }
+    uint32_t mine = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (before[j] >= taken) continue;
+      mine |= 1u << j;
+      if (ids) ids[ranks >> 4 * before[j] & 15] = lane * 4 + j;
     }
     return mine;
+  }
+  static DEVICE void settle(uint32_t& larger, uint32_t& smaller) {
+    const uint32_t most = max(larger, smaller);
+    smaller = min(larger, smaller), larger = most;
   }
 
   // The ids that a routing mode names instead.
   DEVICE uint32_t named(int row, const ReplacedIds& replaced, int* ids) const {
+    const int id = replaced.of(row, lane % TOP_K);
+    const bool here = lane < TOP_K, exists = here && id >= 0 && id < EXPERTS;
     uint32_t mine = 0;
-    bool bad = false;
 #pragma unroll
-    for (int rank = 0; rank < TOP_K; ++rank) {
-      const int id = replaced.of(row, rank);
-      const bool exists = id >= 0 && id < EXPERTS;
-      bad |= !exists;
-      if (exists && lane == id >> 2) mine |= 1u << (id & 3);
-      if (exists && ids && lane == 0) ids[rank] = id;
+    for (int word = 0; word < 4; ++word) {  // experts 32 word .. + 31
+      const uint32_t some = __reduce_or_sync(~0u, exists && id / 32 == word ? 1u << id % 32 : 0);
+      if (lane / 8 == word) mine = some >> lane % 8 * 4 & 15;
     }
-    if (bad && lane == 0) atomicOr(p.status + row, STATUS_EXPERT_ID);
+    if (exists && ids) ids[lane] = id;
+    if (__any_sync(~0u, here && !exists) && lane == 0) atomicOr(p.status + row, STATUS_EXPERT_ID);
     return mine;
   }
 
   // The rows of every expert, and the ascending list of those that have any.
   DEVICE void list(uint32_t rows) {
     reinterpret_cast<uint32_t*>(route.rows)[lane] = rows;
-    int mine = 0;
+    const uint32_t lower_lanes = (1u << lane) - 1;
+    int at = 0, all = 0;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) mine += (rows >> 8 * j & 0xff) != 0;
-    int end = mine;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      int below = __shfl_up_sync(~0u, end, step);
-      if (lane >= step) end += below;
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t some = __ballot_sync(~0u, rows >> 8 * j & 0xff);
+      at += __popc(some & lower_lanes), all += __popc(some);
     }
-    int at = end - mine;
 #pragma unroll
     for (int j = 0; j < 4; ++j)
       if (rows >> 8 * j & 0xff) route.active[at++] = lane * 4 + j;
-    if (lane == 31) route.n_active = end;
+    if (lane == 0) route.n_active = all;
   }
 
   const StepParams& p;

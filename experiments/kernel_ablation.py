@@ -1,4 +1,4 @@
-"""Time windows of the weight ring, steps in turn."""
+"""Time one change of the kernel at a time, steps in turn."""
 
 from experiments.decode_variants import main
 
