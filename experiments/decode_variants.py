@@ -14,7 +14,8 @@ import torch
 
 from experiments import decode_throughput, simulated_variants
 from experiments.arms import require_apart, require_axes, table
-from experiments.decode_throughput import Bench, Timing, job_of
+from experiments.decode_rows import Timing
+from experiments.decode_throughput import Bench, job_of
 from mk.compose import expand_sweep, vary
 from mk.config import Config
 from mk.errors import MkError

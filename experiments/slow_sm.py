@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from experiments.decode_throughput import Timing, measure
+from experiments.decode_rows import Timing
+from experiments.decode_throughput import measure
 from experiments.device_weights import open_weights, pack
 from experiments.forced_routing import forced_ids
 from experiments.kernel_checks import same_bits

@@ -9,7 +9,7 @@ import torch
 
 from experiments import opening
 from experiments import slow_sm as experiment
-from experiments.decode_throughput import Timing
+from experiments.decode_rows import Timing
 from experiments.slow_sm import Run, table, verdicts
 from mk.compose import load_config
 from mk.errors import MkError
