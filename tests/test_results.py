@@ -19,7 +19,7 @@ from mk.readme_figures import check_readme
 from mk.roofline import uniform_experts
 from mk.rows import Row, read_raw, read_rows
 from mk.runs import RunFolder
-from mk.sources import FILES, source_hash
+from mk.sources import FILES, ROOT, source_hash
 from mk.step_figures import experts_agree, median_ratio, raw_steps, step_figures
 
 FULL = PRESETS["north_mini_code"]
@@ -224,6 +224,18 @@ def test_the_readmes_figures_are_those_of_rows(repository: Path) -> None:
     assert problems(repository, TABLE) == []
     for edited, message in (("| 2.02 |", "no row has batch 1, ms a step"), ("| 2.00 |", "no baseline beside batch 2")):
         assert any(message in problem for problem in problems(repository, TABLE.replace(edited, "| 1.99 |")))
+
+
+def test_bullets_of_the_readme_are_checked_too() -> None:
+    rows = [row for path in (ROOT / "results").rglob("*.jsonl") if path.name != "raw.jsonl" for row in read_rows(path)]
+    assert check_readme((ROOT / "README.md").read_text(), rows)[0] == []
+    for bullet, shown, edited in (
+        ("context_sweep", "at 64K", "2.31 at 64K"),
+        ("wave_order_ablation", "`parted`", "`parted` 2.99 and 7.79,"),
+        ("prefill_throughput", "128K", "128K 6.1 s"),
+    ):
+        line = f"\n* `{bullet}`: {edited}\n"
+        assert shown in edited and len(check_readme(line, rows)[0]) == 1, bullet
 
 
 def test_a_column_that_rows_do_not_give_is_named(repository: Path) -> None:

@@ -64,6 +64,7 @@ def test_what_the_engine_resolved_is_read_from_its_log(tmp_path: Path) -> None:
         "compile_mode": "VLLM_COMPILE",
     }
     assert len(found.lines) == 3 and all("INFO" in line for line in found.lines)
+    assert found.lines[2].endswith("Using configuration from E=128,N=768,device_name=NVIDIA_H200.json for MoE layer.")
 
 
 @pytest.mark.parametrize(

@@ -217,12 +217,15 @@ def read(results: list[dict[str, Any]], log: list[str], version: str) -> Measure
 
 
 def parse_log(log: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Fields of `Row` by what the log says, and the lines that say so; the first line that says it counts."""
+    """Fields of `Row` by what the log says, and the lines that say so, without folders of this host.
+
+    The first line that says it counts.
+    """
     resolved: dict[str, str] = {}
     lines = []
     for line in log:
         for name, pattern in RESOLVED.items():
             if name not in resolved and (match := re.search(pattern, line)):
                 resolved[name] = next(group for group in match.groups() if group)
-                lines.append(line.strip()[:400])
+                lines.append(re.sub(r"/[^\s:]*/", "", line.strip())[:400])
     return resolved, lines
