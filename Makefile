@@ -9,7 +9,7 @@ VENV := .venv/bin/python
 ASKED := $(if $(filter-out file undefined default,$(origin TORCH) $(origin PIP_ARGS)),--asked)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run serve test test-agents soak lint eval sanitize clean
+.PHONY: help setup run serve test test-agents soak lint eval promote verify-results sanitize clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s%s\n", $$1, $$2}' Makefile
@@ -47,6 +47,12 @@ eval: setup ## score a benchmark: make eval benchmark=nano_code [model=..] [base
 	@$(VENV) run.py experiment=accuracy $(if $(benchmark),benchmark=$(benchmark)) \
 	$(if $(model),$(if $(wildcard configs/model/$(model).yaml),model=$(model),model.path=$(model))) \
 	$(foreach key,base_url data_dir limit runs,$(if $($(key)),experiment.$(key)=$($(key)))) $(ARGS)
+
+promote: setup ## keep a run: make promote run=ID copies its rows and raw data from runs/ to results/<card>/
+	@$(VENV) -m mk.results promote $(run)
+
+verify-results: setup ## compute every kept row, and the README's figures, from the raw data again
+	@$(VENV) -m mk.results verify
 
 sanitize: setup ## memcheck and racecheck over the kernel, on a Hopper GPU
 	@$(VENV) run.py experiment=sanitize $(ARGS)

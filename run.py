@@ -59,6 +59,9 @@ def run(argv: list[str], trace: bool) -> int:
         return 0
     if len(jobs) == 1:
         return compose.experiment_main(configs[0].experiment.name)(configs[0]) or 0
+    from mk import loggers
+
+    loggers.begin_sweep(loggers.sweep_name(jobs))
     failed = {}
     for number, (job, config) in enumerate(zip(jobs, configs, strict=True), start=1):
         print(f"[{number}/{len(jobs)}] {' '.join(job)}", flush=True)

@@ -7,26 +7,34 @@ experts that top-k published, and is refused when the checks fail or the figures
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import hashlib
 import itertools
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from experiments.decode_rows import Timing, append_row, line, table
 from experiments.device_weights import HeldWeights, hold_weights
 from experiments.forced_routing import distinct_experts, forced_ids
 from experiments.kernel_checks import Outcome, fill, run_checks
 from experiments.opening import make_runtime
+from experiments.settings import DecodeThroughput
 from mk.build import RING_SLOTS, ZERO_WAIT_DEFINE, Library, build_for
 from mk.config import Config
 from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.kv import KINDS, PageAllocator, blocks_of
+from mk.model.geometry import Geometry
 from mk.model.packing import PackedWeights
 from mk.programs import Plan, Programs, bucket_for
-from mk.roofline import step_bytes, uniform_experts
+from mk.routing import Trace
 from mk.rows import Row
 from mk.runs import RunFolder
 from mk.runtime import Runtime
@@ -41,65 +49,114 @@ SLOT_KB = 8
 DEVICE = torch.device("cuda")
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Of the timed steps of one batch. Milliseconds."""
-
-    p10: float
-    p50: float
-    p90: float
-    mean: float
-    wall: float  # by the host's clock, a step
-    distinct_experts: float  # that a sparse layer touched in a step
-    drawn_as_twin: bool  # the last step's tokens
-
-
 def main(cfg: Config) -> int:
     """Exit status 0; whatever is wrong is an MkError."""
     run(cfg)
     return 0
 
 
-def run(cfg: Config) -> list[Row]:
-    """A row a batch. Raises MkError for what cannot be measured, a check that fails and figures that cannot be."""
+def run(cfg: Config, within: RunFolder | None = None) -> list[Row]:
+    """A row a batch, written to a run folder of its own or to that of the run that this is a part of.
+
+    Raises MkError for what cannot be measured, a check that fails and figures that cannot be.
+    """
     check(cfg)
     settings = cfg.experiment
-    held = hold_weights(cfg, DEVICE)
-    source = held.source
-    geometry, plan = source.geometry, Plan.from_config(cfg)
-    library = build_for(cfg, geometry, plan.splits)
-    print(
-        f"library {library.build_hash}: {library.registers} registers, {library.spill_bytes} bytes spilled", flush=True
-    )
+    bench = Bench.open(cfg)
+    with _folder(cfg, within) as folder:
+        bench.check()
+        rows = []
+        for batch in settings.batches:
+            timing = bench.measure(batch)
+            rows.append(bench.append(folder, batch, timing))
+            print(line(rows[-1]), flush=True)
+            if cfg.routing.name == "checkpoint":
+                g = bench.runtime.geometry
+                trace = Trace(g.sparse_layers, timing.ids[:, list(g.sparse_layers)].numpy())
+                trace.save(folder.path / f"routing_batch{batch}.npz")  # for routing=replay
+        if settings.zero_wait:
+            rows += _bounds(bench, folder)
+        if settings.trace:
+            for batch in settings.batches:
+                _trace(cfg, folder, bench.runtime.weights, bench.programs[batch], bench.routes[batch])
+        print(f"\n{table(cfg, rows)}\nrun folder: {folder.path}")
+    return rows
+
+
+@dataclass
+class Bench:
+    """A configuration on the card, ready to be timed. outcomes: of the checks, by batch."""
+
+    cfg: Config
+    held: HeldWeights
+    library: Library
+    programs: dict[int, Program]
+    routes: dict[int, Tensor | None]
+    runtime: Runtime
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, cfg: Config) -> Bench:
+        """Lowers and verifies the programs of batch 1 and the configured ones, builds, and fills the card's memory."""
+        held = hold_weights(cfg, DEVICE)
+        programs, routes = plans(cfg, held.source.geometry)
+        library = build_for(cfg, held.source.geometry, programs[1].shape.splits)
+        spilled = f"{library.registers} registers, {library.spill_bytes} bytes spilled"
+        print(f"library {library.build_hash}: {spilled}", flush=True)
+        return cls(cfg, held, library, programs, routes, _runtime(cfg, library, held.packed))
+
+    def check(self) -> None:
+        """The checks of every batch's own program. Raises MkError when one fails."""
+        settings = self.cfg.experiment
+        self.outcomes = _check(self.runtime, self.held, self.programs, settings.batches, settings.check_tokens)
+
+    def measure(self, batch: int, block: int = 0, blocks: int = 1) -> Timing:
+        """The configured steps, or the `block`-th of `blocks` equal parts of them, with experts of their own."""
+        settings, routes = self.cfg.experiment, self.routes[batch]
+        steps = settings.steps // blocks
+        if routes is not None:
+            first = block * steps
+            routes = routes[first : first + settings.warmup + steps]
+        sampling = _sampling(self.cfg, batch)
+        lengths = settings.context, steps, settings.warmup
+        return measure(self.runtime, self.programs[batch], routes, sampling, *lengths)
+
+    def executed(self, batch: int) -> str:
+        """A hash of all that a step's execution depends on, but for what top-k finds out by itself."""
+        ids = self.routes[batch]
+        routed = "" if ids is None else hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+        library, settings = self.library, self.cfg.experiment
+        said = self.programs[batch].schedule_hash, library.build_hash, library.defines, self.cfg.engine.ring, routed
+        return hashlib.sha256(repr((*said, settings.context)).encode()).hexdigest()[:16]
+
+    def append(self, run: RunFolder, batch: int, timing: Timing, raw: Mapping[str, Any] = MappingProxyType({}),
+               **more: Any) -> Row:  # fmt: skip
+        """Writes the batch's row to this configuration's part of a run; raw, more: further raw data and fields."""
+        bound = "oracle" if self.cfg.routing.name == "oracle" else None
+        program, outcome = self.programs[batch], self.outcomes.get(batch)
+        return append_row(self.cfg, run.under(self.cfg), self.library, program, timing, outcome, bound, raw, more)
+
+
+def plans(cfg: Config, geometry: Geometry) -> tuple[dict[int, Program], dict[int, Tensor | None]]:
+    """By batch: the verified program, and the expert ids of the warm-up and the timed steps, None the router's own."""
+    settings = cfg.experiment
+    plan = Plan.from_config(cfg)
     bucket = bucket_for(settings.context + settings.steps)
     draws = not _sampling(cfg, 1)[0].greedy
     programs = {rows: Programs(geometry, rows, plan).get(bucket, draws) for rows in {1, *settings.batches}}
     total = settings.warmup + settings.steps
-    routes = {rows: forced_ids(cfg.routing, geometry, rows, total) for rows in settings.batches}
-    runtime = _runtime(cfg, library, held.packed)
-    with RunFolder.create(cfg) as folder:
-        outcomes = _check(runtime, held, programs, settings.batches, settings.check_tokens)
-        rows = []
-        for batch in settings.batches:
-            timing = measure(
-                runtime,
-                programs[batch],
-                routes[batch],
-                _sampling(cfg, batch),
-                settings.context,
-                settings.steps,
-                settings.warmup,
-            )
-            rows.append(_row(cfg, folder, library, programs[batch], timing, outcomes[batch]))
-            folder.append_row(rows[-1])
-            print(_line(rows[-1]), flush=True)
-        if settings.zero_wait:
-            rows += _bounds(cfg, folder, held.packed, programs, routes)
-        if settings.trace:
-            for batch in settings.batches:
-                _trace(cfg, folder, runtime.weights, programs[batch], routes[batch])
-        print(f"\n{_table(cfg, rows)}\nrun folder: {folder.path}")
-    return rows
+    return programs, {rows: forced_ids(cfg.routing, geometry, rows, total) for rows in settings.batches}
+
+
+def job_of(cfg: Config, **settings: object) -> Config:
+    """A configuration of an experiment that extends this one, as this one takes it; settings: fields to change."""
+    own = {field.name: getattr(cfg.experiment, field.name) for field in dataclasses.fields(DecodeThroughput)}
+    own |= {"name": "decode_throughput", **settings}
+    return dataclasses.replace(cfg, experiment=DecodeThroughput(**own))
+
+
+def _folder(cfg: Config, within: RunFolder | None) -> contextlib.AbstractContextManager[RunFolder]:
+    return RunFolder.create(cfg) if within is None else contextlib.nullcontext(within)
 
 
 def _check(
@@ -237,28 +294,26 @@ def measure(
     runtime.force_routing(None)
     keys, drawn = first + warmup + steps - 1, runtime.tokens_of(last).tokens.tolist()
     twin = [sample_row(runtime.logits(row).cpu().numpy(), params, keys) for row, params in enumerate(sampling)]
-    times = np.array([a.elapsed_time(b) for a, b in itertools.pairwise(events)])
-    p10, p50, p90 = (float(np.percentile(times, p)) for p in (10, 50, 90))
-    experts = distinct_experts(taken[warmup:, :, :rows], g)
-    return Timing(p10, p50, p90, float(times.mean()), wall, experts, drawn == twin)
+    times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+    routed = taken[:, :, :rows]
+    experts = distinct_experts(routed[warmup:], g)
+    return Timing(times, wall, experts, drawn == twin, routed.to("cpu", torch.int16))
 
 
-def _bounds(
-    cfg: Config, run: RunFolder, weights: PackedWeights, programs: dict[int, Program], routes: dict[int, Tensor | None]
-) -> list[Row]:
+def _bounds(bench: Bench, run: RunFolder) -> list[Row]:
     """A row a batch of the build that waits for no other SM."""
-    settings, some = cfg.experiment, programs[1].shape
+    cfg, some = bench.cfg, bench.programs[1].shape
+    settings = cfg.experiment
     library = build_for(cfg, some.geometry, some.splits, ZERO_WAIT_DEFINE)
-    runtime = _runtime(cfg, library, weights)
+    runtime = _runtime(cfg, library, bench.held.packed)
     rows = []
     print("without a wait for any other SM, a bound:", flush=True)
     for batch in settings.batches:
-        sampling = _sampling(cfg, batch)
+        program, routes, sampling = bench.programs[batch], bench.routes[batch], _sampling(cfg, batch)
         lengths = settings.context, settings.steps, settings.warmup
-        timing = measure(runtime, programs[batch], routes[batch], sampling, *lengths, trusted=False)
-        rows.append(_row(cfg, run, library, programs[batch], timing, None))
-        run.append_row(rows[-1])
-        print(_line(rows[-1]), flush=True)
+        timing = measure(runtime, program, routes, sampling, *lengths, trusted=False)
+        rows.append(append_row(cfg, run.under(cfg), library, program, timing, None, "zero_wait"))
+        print(line(rows[-1]), flush=True)
     return rows
 
 
@@ -274,74 +329,4 @@ def _trace(cfg: Config, run: RunFolder, weights: PackedWeights, program: Program
     step.perfetto(path)
     step.save(path.with_suffix(".npz"))
     causes = causes_table(step.causes(), program.shape.geometry.layers)
-    print(f"\nbatch {rows}, trace build: p50 {timing.p50:.4f} ms; timeline in {path}\n{causes}", flush=True)
-
-
-def _row(
-    cfg: Config, run: RunFolder, library: Library, program: Program, timing: Timing, outcome: Outcome | None
-) -> Row:
-    """The batch's row, a bound's where nothing was checked. Raises MkError for figures that cannot be."""
-    g, batch, context, gpu = program.shape.geometry, program.shape.rows, cfg.experiment.context, cfg.gpu
-    total = step_bytes(g, [context] * batch, timing.distinct_experts).total
-    assert gpu.nominal_tb_s is not None  # GpuConfig wants it of every card
-    floor = total / (gpu.nominal_tb_s * 1e9)
-    if timing.p50 < floor:
-        raise MkError(f"batch {batch}: p50 {timing.p50:.4f} ms is under the {floor:.4f} ms that {total:.3e} bytes take")
-    if outcome and not timing.drawn_as_twin:
-        raise MkError(f"batch {batch}: the last step's tokens are not what mk/sampling.py draws from its logits")
-    expected = uniform_experts(g, batch)
-    if cfg.routing.name == "uniform" and abs(timing.distinct_experts / expected - 1) > 0.02:
-        raise MkError(
-            f"batch {batch}: {timing.distinct_experts:.2f} distinct experts, uniform routing has {expected:.2f}"
-        )
-    checks = {**outcome.checks, "drawn_as_twin": timing.drawn_as_twin} if outcome else {}
-    fixed = None
-    if gpu.measured_tb_s is not None:
-        fixed = (timing.p50 - total / (gpu.measured_tb_s * 1e9)) * 1e3 / g.layers
-    return run.row(
-        engine="cuda",
-        dtype="bfloat16",
-        batch=batch,
-        context=[context] * batch,
-        checks={"schedule_verified": True, **checks},
-        bound=None if outcome else "zero_wait",
-        build_hash=library.build_hash,
-        schedule_hash=program.schedule_hash,
-        p50_ms=timing.p50,
-        p10_ms=timing.p10,
-        p90_ms=timing.p90,
-        wall_ms=timing.wall,
-        steps=cfg.experiment.steps,
-        tokens_per_s=batch / timing.p50 * 1e3,
-        distinct_experts=timing.distinct_experts,
-        bytes_per_step=total,
-        pct_nominal=100 * floor / timing.p50,
-        fixed_us_per_layer=fixed,
-        logits_error=outcome.error[0] if outcome else None,
-        logits_error_bf16=outcome.error_bf16[0] if outcome else None,
-    )
-
-
-COLUMNS = ("batch", "p50 ms", "p10", "p90", "loop", "tok/s", "experts", "GB/step", "% nominal", "us/layer")
-
-
-def _line(row: Row) -> str:
-    fixed = "-" if row.fixed_us_per_layer is None else f"{row.fixed_us_per_layer:.2f}"
-    cells = (
-        f"{row.batch}",
-        *(f"{ms:.4f}" for ms in (row.p50_ms, row.p10_ms, row.p90_ms, row.wall_ms)),
-        f"{row.tokens_per_s:.1f}",
-        f"{row.distinct_experts:.2f}",
-        f"{(row.bytes_per_step or 0) / 1e9:.3f}",
-        f"{row.pct_nominal:.1f}",
-        fixed,
-    )
-    return "  ".join(cell.rjust(max(8, len(name))) for cell, name in zip(cells, COLUMNS, strict=True))
-
-
-def _table(cfg: Config, rows: list[Row]) -> str:
-    title = f"{cfg.model.name}, weights {cfg.weights.name}, {cfg.gpu.name}, context {cfg.experiment.context}, "
-    axes = (cfg.sampling.name, cfg.schedule.name, cfg.wave_order.name, cfg.placement.name)
-    title += f"routing {cfg.routing.name}, {', '.join(axes)}"
-    head = "  ".join(name.rjust(max(8, len(name))) for name in COLUMNS)
-    return "\n".join([title, head, *map(_line, rows)])
+    print(f"\nbatch {rows}, trace build: p50 {timing.p50_ms:.4f} ms; timeline in {path}\n{causes}", flush=True)

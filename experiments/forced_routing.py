@@ -33,10 +33,9 @@ def forced_ids(routing: RoutingConfig, g: Geometry, rows: int, steps: int) -> Te
     return ids
 
 
-def distinct_experts(ids: Tensor, g: Geometry) -> float:
-    """Experts that a sparse layer touches in a step, mean over layers and steps; ids [steps, layers, rows, top_k]."""
-    if not g.sparse_layers:
-        return 0.0
+def distinct_experts(ids: Tensor, g: Geometry) -> list[float]:
+    """Experts that each sparse layer touches in a step, mean over steps; ids [steps, layers, rows, top_k]."""
     chosen = ids[:, list(g.sparse_layers)].flatten(2).long()
     touched = torch.zeros(*chosen.shape[:2], g.experts, dtype=torch.bool, device=ids.device)
-    return float(touched.scatter_(2, chosen, True).sum(-1).double().mean())
+    counts: list[float] = touched.scatter_(2, chosen, True).sum(-1).double().mean(0).tolist()
+    return counts

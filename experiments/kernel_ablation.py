@@ -1,4 +1,4 @@
-"""Times one change of the kernel at a time: rows of decode_throughput, from one process."""
+"""Time one change of the kernel at a time, steps in turn."""
 
 from experiments.decode_variants import main
 

@@ -98,8 +98,9 @@ def main(cfg: Config) -> int:
         matrix = matrix_tflop_s(DEVICE)
         print(f"torch's bf16 product: {matrix:.0f} TFLOP/s\n{_line(*COLUMNS)}", flush=True)
         for rows, length in [(1, n) for n in settings.lengths] + [(settings.packed_rows, n) for n in settings.packed]:
-            row = _row(bench, run, rows, length, bench.measure(rows, length), matrix, checks, error)
-            run.append_row(row)
+            timing = bench.measure(rows, length)
+            row = _row(bench, run, rows, length, timing, matrix, checks, error)
+            run.append_row(row, {"call_ms": timing.device, "host_ms": timing.host})
             print(_cells(row), flush=True)
         print(f"run folder: {run.path}")
     return 0

@@ -9,15 +9,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from experiments import decode_throughput
-from experiments.settings import DecodeThroughput
 from mk.config import Config
 from mk.errors import MkError
 from mk.rows import Row
 from mk.runs import RunFolder
-
-# two-sided 95 % quantiles of Student's t by degrees of freedom, then the normal one
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-NORMAL95 = 1.96
+from mk.step_figures import half_interval
 
 
 def compare(
@@ -29,8 +25,6 @@ def compare(
     one that does is left out, and said so.
     """
     settings = cfg.experiment
-    fields = {f.name: getattr(settings, f.name) for f in dataclasses.fields(DecodeThroughput)}
-    job = DecodeThroughput(**{**fields, "name": "decode_throughput", "batches": [batch]})
     rounds: list[dict[str, Row]] = []
     alive = dict(schedules)
     until = time.perf_counter() + settings.time_limit_s
@@ -42,7 +36,7 @@ def compare(
                 rounds.pop()
                 return _report(run, rounds, alive, simulated, batch)
             try:
-                rounds[-1][label] = decode_throughput.run(dataclasses.replace(config, experiment=job))[0]
+                rounds[-1][label] = decode_throughput.run(decode_throughput.job_of(config, batches=[batch]))[0]
             except MkError as error:
                 if label == "configured":
                     raise
@@ -67,32 +61,28 @@ def _report(
     print(
         f"\nbatch {batch}, {len(rounds)} rounds on the card: rank correlation {correlation:.2f}, mean error {error:.1%}"
     )
+    base = times[:, labels.index("configured")]
     for column, label in enumerate(labels):
-        beyond, half = paired(times[:, column], times[:, labels.index("configured")])
+        beyond, half = paired(times[:, column], base)
         print(f"{label:14}{mean[column]:10.4f} ms{beyond:+10.4f} ± {half:.4f}   simulated {model[column]:.4f}")
         last = rounds[-1][label]
-        run.append_row(
-            dataclasses.replace(
-                last,
-                experiment=run.config.experiment.name,
-                p50_ms=float(mean[column]),
-                simulated_ms=float(model[column]),
-                paired_ms=beyond,
-                paired_ci95_ms=half,
-                rank_correlation=correlation,
-                mean_error=error,
-            )
+        row = dataclasses.replace(
+            last,
+            experiment=run.config.experiment.name,
+            p50_ms=float(mean[column]),
+            simulated_ms=float(model[column]),
+            paired_ms=beyond,
+            paired_ci95_ms=half,
+            rank_correlation=correlation,
+            mean_error=error,
         )
+        run.append_row(row, {"round_ms": times[:, column].tolist(), "configured_ms": base.tolist()})
 
 
 def paired(times: np.ndarray, base: np.ndarray) -> tuple[float, float]:
     """(mean of the differences, half of its 95 % interval); of one round the interval is 0: nothing is known of it."""
     differences = times - base
-    n = len(differences)
-    if n < 2:
-        return float(differences.mean()), 0.0
-    t = T95[n - 2] if n - 2 < len(T95) else NORMAL95
-    return float(differences.mean()), float(t * differences.std(ddof=1) / np.sqrt(n))
+    return float(differences.mean()), half_interval(differences) if len(differences) > 1 else 0.0
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:

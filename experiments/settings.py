@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mk.errors import MkError
-from mk.validation import check_contexts, require_at_least
+from mk.validation import check_contexts, require_at_least, require_one_of
 
 
 @dataclass(slots=True)
@@ -72,18 +72,58 @@ class ScheduleSearch(DecodeThroughput):
 
 
 @dataclass(slots=True)
-class WaveOrderAblation(DecodeThroughput):
+class Variants(DecodeThroughput):
+    """Of every experiment that is a comparison of configurations."""
+
     variants: list[str]  # each some overrides of the configuration, as on the command line; a,b sweeps a key
+    axes: list[str]  # keys, or groups, in which the variants may differ; in no other
+    rounds: int  # blocks that the steps are cut into, all variants in turn; 1 = one after the other, no ratios
+
+    def __post_init__(self) -> None:
+        require_at_least("experiment.rounds", self.rounds, 1)
+        if self.rounds > self.steps:
+            raise MkError(f"experiment.rounds={self.rounds} are more than experiment.steps={self.steps}")
 
 
 @dataclass(slots=True)
-class KernelAblation(WaveOrderAblation):
+class WaveOrderAblation(Variants):
     pass
 
 
 @dataclass(slots=True)
-class ContextSweep(WaveOrderAblation):
+class PlacementAblation(Variants):
     pass
+
+
+@dataclass(slots=True)
+class ScheduleAblation(Variants):
+    pass
+
+
+@dataclass(slots=True)
+class RoutingAblation(Variants):
+    pass
+
+
+@dataclass(slots=True)
+class KernelAblation(Variants):
+    pass
+
+
+@dataclass(slots=True)
+class ContextSweep(Variants):
+    pass
+
+
+@dataclass(slots=True)
+class VllmDecode(DecodeThroughput):
+    routings: list[str]  # each measured by both engines
+
+    def __post_init__(self) -> None:
+        if not self.routings:
+            raise MkError("experiment.routings is empty", hint="experiment.routings=[uniform]")
+        for routing in self.routings:
+            require_one_of("experiment.routings", routing, ("uniform", "checkpoint"))
 
 
 @dataclass(slots=True)

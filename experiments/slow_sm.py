@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from experiments.decode_throughput import Timing, measure
+from experiments.decode_rows import Timing
+from experiments.decode_throughput import measure
 from experiments.device_weights import open_weights, pack
 from experiments.forced_routing import forced_ids
 from experiments.kernel_checks import same_bits
@@ -27,6 +28,7 @@ from mk.runs import RunFolder
 from mk.runtime import DELAYS, Runtime
 from mk.sampling import SamplingParams
 from mk.schedule.lower import Program
+from mk.step_figures import raw_steps, step_figures
 
 DEVICE = torch.device("cuda")
 SEED = 0
@@ -72,26 +74,23 @@ def main(cfg: Config) -> int:
         ]
         checks = verdicts(runs)
         for one in runs:
-            run.append_row(
-                run.row(
-                    engine="cuda",
-                    dtype="bfloat16",
-                    batch=settings.batch,
-                    context=[settings.context] * settings.batch,
-                    checks={"schedule_verified": True, **checks},
-                    schedule=one.schedule,
-                    build_hash=library.build_hash,
-                    schedule_hash=programs[one.schedule].schedule_hash,
-                    p50_ms=one.timing.p50,
-                    p10_ms=one.timing.p10,
-                    p90_ms=one.timing.p90,
-                    steps=settings.steps,
-                    distinct_experts=one.timing.distinct_experts,
-                    slow_ns_per_tile=one.slow_ns,
-                    slow_sm_tiles=one.tiles,
-                    mean_sm_tiles=one.mean_tiles,
-                )
+            context = [settings.context] * settings.batch
+            raw = raw_steps(one.timing.step_ms, one.timing.experts_by_layer)
+            row = run.row(
+                engine="cuda",
+                dtype="bfloat16",
+                batch=settings.batch,
+                context=context,
+                checks={"schedule_verified": True, **checks},
+                schedule=one.schedule,
+                build_hash=library.build_hash,
+                schedule_hash=programs[one.schedule].schedule_hash,
+                slow_ns_per_tile=one.slow_ns,
+                slow_sm_tiles=one.tiles,
+                mean_sm_tiles=one.mean_tiles,
+                **step_figures(g, cfg.gpu, context, raw),
             )
+            run.append_row(row, raw)
         print(f"\n{table(runs, g.layers)}")
         print(", ".join(name if passed else f"{name} FAILED" for name, passed in checks.items()))
         print(f"run folder: {run.path}")
@@ -128,7 +127,8 @@ def _run(cfg: Config, runtime: Runtime, program: Program, schedule: str, slow_ns
 def verdicts(runs: list[Run]) -> dict[str, bool]:
     """Of static, static slowed, stealing, stealing slowed."""
     static, slow_static, stealing, slow_stealing = runs
-    lost = [slow.timing.p50 - normal.timing.p50 for normal, slow in ((static, slow_static), (stealing, slow_stealing))]
+    pairs = (static, slow_static), (stealing, slow_stealing)
+    lost = [slow.timing.p50_ms - normal.timing.p50_ms for normal, slow in pairs]
     return {
         "same_bits": all(same_bits(run.logits, static.logits) for run in runs),
         "fewer_tiles": slow_stealing.tiles < stealing.tiles and slow_stealing.tiles < slow_static.tiles,
@@ -138,14 +138,14 @@ def verdicts(runs: list[Run]) -> dict[str, bool]:
 
 def table(runs: list[Run], layers: int) -> str:
     """A line a run. Growth is against the same schedule at full speed, in microseconds a layer."""
-    normal = {run.schedule: run.timing.p50 for run in runs if not run.slow_ns}
+    normal = {run.schedule: run.timing.p50_ms for run in runs if not run.slow_ns}
     head = ("schedule", "slower, ns/tile", "p50 ms", "growth us/layer", "its tiles/step", "mean SM's")
     cells = [head] + [
         (
             run.schedule,
             f"{run.slow_ns}",
-            f"{run.timing.p50:.4f}",
-            f"{(run.timing.p50 - normal[run.schedule]) * 1e3 / layers:.2f}",
+            f"{run.timing.p50_ms:.4f}",
+            f"{(run.timing.p50_ms - normal[run.schedule]) * 1e3 / layers:.2f}",
             f"{run.tiles:.1f}",
             f"{run.mean_tiles:.1f}",
         )

@@ -1,4 +1,4 @@
-"""Time every wave order, schedule and placement: rows of decode_throughput, from one process."""
+"""Time wave orders, steps in turn; simulated where there is no GPU, as are the other ablations."""
 
 from experiments.decode_variants import main
 

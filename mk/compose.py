@@ -71,7 +71,7 @@ def vary(config: Config, overrides: Sequence[str]) -> Config:
             key, value = override.get_key_element(), override.value()
             if key in GROUPS:
                 value = _compose([f"{key}={value}"])[key]  # unresolved: it may take values from other groups
-            elif OmegaConf.is_missing(tree, key) or OmegaConf.select(tree, key, default=_ABSENT) is _ABSENT:
+            elif not _has(tree, key):
                 raise MkError(f"{key} is no key of the configuration", hint="python run.py --cfg job lists them")
             OmegaConf.update(tree, key, value, merge=False)
         varied = OmegaConf.to_object(tree)
@@ -81,7 +81,12 @@ def vary(config: Config, overrides: Sequence[str]) -> Config:
     return varied
 
 
-_ABSENT = object()
+def _has(tree: DictConfig, key: str) -> bool:
+    """Whether the configuration has this dotted key, with or without a value."""
+    parent, _, name = key.rpartition(".")
+    node = OmegaConf.select(tree, parent) if parent else tree
+    # `in node` would pass over those without a value
+    return isinstance(node, DictConfig) and name in node.keys()  # noqa: SIM118
 
 
 def _compose(overrides: Sequence[str]) -> DictConfig:

@@ -329,10 +329,35 @@ class BenchmarkConfig:
 
 
 @dataclass(slots=True)
+class VllmConfig:
+    """Where vLLM is, and how it is run."""
+
+    python: str | None  # an interpreter that has it
+    site: str | None  # or a folder of it and what it needs, torch apart, for the interpreter that runs this
+    attention_backend: str
+    moe_backends: list[str]  # each tried in a start of its own; the fastest one is the baseline
+    kv: str  # prefilled: computed from prompts; synthetic: made up by its DecodeBenchConnector
+    gpu_memory: float  # share of the card's
+    timeout_s: int  # of a start with all that it measures
+
+    def __post_init__(self) -> None:
+        require_one_of("baseline.vllm.kv", self.kv, ("prefilled", "synthetic"))
+        require_at_least("baseline.vllm.timeout_s", self.timeout_s, 1)
+        if not self.moe_backends:
+            raise MkError("baseline.vllm.moe_backends is empty", hint="baseline.vllm.moe_backends=[triton]")
+        if not 0 < self.gpu_memory <= 1:
+            raise MkError(f"baseline.vllm.gpu_memory={self.gpu_memory} must lie in (0, 1]")
+
+
+@dataclass(slots=True)
 class BaselineConfig:
     """Which other engine is measured beside this one."""
 
     name: str
+    vllm: VllmConfig | None = None
+
+    def __post_init__(self) -> None:
+        check_optional("baseline", self, ("vllm",) if self.name == "vllm" else ())
 
 
 @dataclass(slots=True)

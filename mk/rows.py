@@ -7,6 +7,7 @@ field here, with its unit in the name; a change of meaning raises `SCHEMA`.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import types
@@ -18,7 +19,8 @@ from typing import Any
 
 from mk.errors import MkError
 
-SCHEMA = 1
+SCHEMA = 2  # since 2 a row names its sources, its raw data and its own digest
+READABLE = (1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +48,21 @@ class Row:
     env: dict[str, str]
 
     # optional figures; a field that does not apply is left out of the JSON
+    source_hash: str | None = None  # mk/sources.py; of every row since schema 2
+    command: str | None = None  # line; null where Python code called the experiment
+    seeds: dict[str, int] | None = None  # by key of the configuration
+    data: dict[str, str] | None = None  # sha256 of each file that the configuration names, by its key
+    raw_sha256: str | None = None  # of the row's line in the raw data beside it
+    digest: str | None = None  # of all other fields: a row that was edited by hand has another
     sampling: str | None = None  # temperature 1, top_k 40, ..; left out where the likeliest token was taken
     new_tokens: int | None = None  # decoded in each row
     prefill_s: float | None = None
     decode_s: float | None = None
     tok_s: float | None = None  # decoded tokens a second, all rows together
     schedule_hash: str | None = None  # of the program that ran last; decode_throughput: that was checked and timed
+    routing_hash: str | None = None  # of the expert ids of all steps, as top-k published them
+    tasks: dict[str, int] | None = None  # descriptors by operation
+    arm: str | None = None  # of a comparison: its overrides
     distinct_experts: float | None = None  # that a sparse layer touched in a step, mean over layers and steps
     p50_ms: float | None = None  # of a decode step, a prefill or a kernel, by device timestamps; so are p10 and p90
     p10_ms: float | None = None
@@ -108,7 +119,8 @@ class Row:
     paired_ci95_ms: float | None = None  # half of the interval around it
     rank_correlation: float | None = None  # Spearman's, of simulated and measured p50 over the run's schedules
     mean_error: float | None = None  # of simulated p50, relative, over the same
-    bound: str | None = None  # zero_wait: not a decode, but what none can beat, with every wait for other SMs left out
+    bound: str | None = None  # not a decode, but what none can beat: zero_wait, with every wait for other SMs left out;
+    # oracle, with expert ids known before the step
     waves: int | None = None  # parts of a step that were compared with the interpreter's
     worst_of_tolerance: float | None = None  # largest difference, in units of what mk/parts/compare.py allows there
     benchmark: str | None = None
@@ -137,13 +149,30 @@ class Row:
     nll_error: float | None = None  # |nll - float32's| of a position, median
     nll_error_bf16: float | None = None
     equal_tokens: int | None = None  # before the first difference from the oracle of `checks`, all rows together
+    version: str | None = None  # of a baseline
+    attention_backend: str | None = None  # as a baseline's log says it was resolved; so are the next four
+    moe_backend: str | None = None
+    moe_table: str | None = None  # of tuned tile sizes
+    graph_mode: str | None = None
+    compile_mode: str | None = None
+    kv: str | None = None  # prefilled: computed from a prompt; synthetic: made up
+    same_weights: bool | None = None  # as the kernel's, value by value, or else only as distributed
+    tpot_ms: float | None = None  # by the difference of two lengths: a cross-check of p50
+    unstable: str | None = None  # why the row's figures are not to be relied on
+    ratio: float | None = None  # of this row's time to that of the row with the digest ratio_to: of medians, or mean
+    # of blocks that ran in turn
+    ratio_low: float | None = None  # its 95 % bootstrap interval
+    ratio_high: float | None = None
+    ratio_to: str | None = None
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(Row)
         for field in dataclasses.fields(self):
             _check(field.name, getattr(self, field.name), hints[field.name])
-        if self.schema != SCHEMA:
-            raise MkError(f"row.schema={self.schema}, this code reads {SCHEMA}")
+        if self.schema not in READABLE:
+            raise MkError(f"row.schema={self.schema}, this code reads {' and '.join(map(str, READABLE))}")
+        if self.schema >= 2 and self.source_hash is None:
+            raise MkError(f"row.source_hash is missing, and a row of schema {self.schema} has one")
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Row:
@@ -155,6 +184,19 @@ class Row:
             problem = f"lacks {', '.join(missing)}" if missing else f"has unknown {', '.join(unknown)}"
             raise MkError(f"row {problem}", hint="the fields of a row stand in mk/rows.py")
         return cls(**values)
+
+    def sealed(self) -> Row:
+        """The row with its digest."""
+        return dataclasses.replace(self, digest=self.computed_digest())
+
+    def computed_digest(self) -> str:
+        """The first 16 digits of the sha256 of all fields but `digest`."""
+        values = {name: value for name, value in self.to_json().items() if name != "digest"}
+        return hashlib.sha256(json.dumps(values, sort_keys=True, allow_nan=False).encode()).hexdigest()[:16]
+
+    def line(self) -> str:
+        """Of a rows.jsonl file."""
+        return json.dumps(self.to_json(), allow_nan=False) + "\n"
 
     def to_json(self) -> dict[str, Any]:
         optional = {f.name for f in dataclasses.fields(self) if f.default is None}
@@ -171,6 +213,12 @@ def read_rows(path: Path) -> list[Row]:
         except (MkError, ValueError) as error:
             raise MkError(f"{path}:{number}: {error}") from error
     return rows
+
+
+def read_raw(path: Path) -> dict[str, dict[str, Any]]:
+    """The lines of a raw.jsonl file by their sha256, which is what a row knows its own by."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {hashlib.sha256(line.encode()).hexdigest(): json.loads(line) for line in lines}
 
 
 def _check(name: str, value: Any, hint: Any) -> None:

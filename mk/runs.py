@@ -1,29 +1,36 @@
 """Run folders: what ran, where, from which code, and the rows that came out.
 
 A folder `runs/<date>-<experiment>-<hash>` holds config.yaml (what `--cfg job` prints), meta.json (hash, commit,
-environment), rows.jsonl, and whatever figures the experiment adds.
+environment), rows.jsonl and the same as rows.csv, raw.jsonl (what a row's figures were computed from, a line a row,
+named by its sha256), and whatever figures the experiment adds. A run of several configurations keeps each in
+`configs/<hash>.yaml`.
 """
 
 from __future__ import annotations
 
+import csv
+import dataclasses
+import hashlib
 import importlib.metadata
 import itertools
 import json
 import platform
-import shutil
+import shlex
 import subprocess
+import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from mk.compose import to_yaml
-from mk.config import Config, SamplingConfig, config_hash
+from mk.config import Config, SamplingConfig, config_hash, resolved
 from mk.errors import MkError
 from mk.loggers import Logger, make_logger
-from mk.rows import SCHEMA, Row
+from mk.rows import SCHEMA, Row, read_raw
+from mk.sources import ROOT, source_hash
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "hydra-core", "omegaconf")
 
 
@@ -40,7 +47,7 @@ class RunFolder:
     def create(cls, cfg: Config, root: str | Path | None = None) -> RunFolder:
         """Make the folder under `root` (default `cfg.run_dir`) and write config.yaml and meta.json.
 
-        Raises MkError when the folder cannot be written or the logger cannot start.
+        Raises MkError when the folder cannot be written.
         """
         digest = config_hash(cfg)
         now = datetime.now(UTC)
@@ -50,17 +57,14 @@ class RunFolder:
             "config_hash": digest,
             "commit": commit,
             "dirty": dirty,
+            "source_hash": source_hash(),
+            "command": command_line(sys.argv),
             "started": now.isoformat(timespec="seconds"),
             "environment": environment(),
         }
         (path / "config.yaml").write_text(to_yaml(cfg))
         (path / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-        try:
-            logger = make_logger(cfg, path)
-        except MkError:
-            shutil.rmtree(path)  # nothing has run
-            raise
-        return cls(path, cfg, meta, logger)
+        return cls(path, cfg, meta, make_logger(cfg, path))
 
     def row(self, *, engine: str, dtype: str, context: list[int], checks: dict[str, bool], **more: Any) -> Row:
         """A row of this run: the given fields, the configuration's axes, and where and from which code it ran.
@@ -86,6 +90,10 @@ class RunFolder:
             "sampling": _sampling(cfg.sampling),
             "commit": self.meta["commit"] + "-dirty" * self.meta["dirty"],
             "config_hash": self.meta["config_hash"],
+            "source_hash": self.meta["source_hash"],
+            "command": self.meta["command"],
+            "seeds": seeds_of(resolved(cfg)) or None,
+            "data": data_of(resolved(cfg)) or None,
             "build_hash": None,
             "checks": checks,
             "env": {
@@ -97,15 +105,40 @@ class RunFolder:
         }
         return Row.from_json(values | more)
 
-    def append_row(self, row: Row) -> None:
-        """Write one line to rows.jsonl at once, so that an aborted run keeps its rows, and tell the logger."""
-        values = row.to_json()
-        with (self.path / "rows.jsonl").open("a") as file:
-            file.write(json.dumps(values, allow_nan=False) + "\n")
-        self._logger.log(values)
+    def under(self, cfg: Config) -> RunFolder:
+        """The same folder for another configuration: of one variant of several in a run."""
+        if cfg == self.config:
+            return self
+        digest = config_hash(cfg)
+        (self.path / "configs").mkdir(exist_ok=True)
+        (self.path / "configs" / f"{digest[:16]}.yaml").write_text(to_yaml(cfg))
+        return RunFolder(self.path, cfg, {**self.meta, "config_hash": digest}, self._logger)
 
-    def close(self) -> None:
-        self._logger.close()
+    def append_row(self, row: Row, raw: Mapping[str, Any] | None = None) -> Row:
+        """Write the row at once, so that an aborted run keeps its rows, tell the logger, and return it as written.
+
+        raw: what its figures were computed from, as JSON values.
+        """
+        if raw is not None:
+            line = json.dumps(raw, sort_keys=True, separators=(",", ":"), allow_nan=False)
+            row = dataclasses.replace(row, raw_sha256=hashlib.sha256(line.encode()).hexdigest())
+            with (self.path / "raw.jsonl").open("a") as file:
+                file.write(line + "\n")
+        row = row.sealed()
+        with (self.path / "rows.jsonl").open("a") as file:
+            file.write(row.line())
+        self._logger.log(row.to_json())
+        return row
+
+    def raw_of(self, row: Row) -> dict[str, Any]:
+        """What a row of this run was written with."""
+        return read_raw(self.path / "raw.jsonl")[row.raw_sha256 or ""]
+
+    def close(self, failed: bool = False) -> None:
+        """Write the rows as a table too, rows.csv, and close the logger."""
+        if (self.path / "rows.jsonl").exists():
+            write_csv(self.path / "rows.jsonl", self.path / "rows.csv")
+        self._logger.close(failed)
 
     def __enter__(self) -> Self:
         return self
@@ -113,7 +146,7 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(failed=kind is not None)
 
 
 def _unique_folder(root: Path, name: str) -> Path:
@@ -140,6 +173,48 @@ def git_commit() -> tuple[str, bool]:
         return git("rev-parse", "HEAD").strip(), bool(git("status", "--porcelain").strip())
     except (OSError, subprocess.SubprocessError):
         return "none", False
+
+
+def write_csv(rows: Path, table: Path) -> None:
+    """A column a field that any row has, in the rows' order; lists and dicts as JSON."""
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    columns = list(dict.fromkeys(name for row in found for name in row))
+    with table.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        for row in found:
+            writer.writerow({k: json.dumps(v) if isinstance(v, (dict, list)) else v for k, v in row.items()})
+
+
+def command_line(argv: list[str]) -> str | None:
+    """The command that repeats this run, folders of this host left out; None where no command line started it."""
+    if Path(argv[0]).name != "run.py":
+        return None
+
+    def local(argument: str) -> str:
+        key, equals, value = argument.partition("=")
+        return f"{key}={Path(value).name}" if equals and value.startswith("/") else argument
+
+    return shlex.join(["python", "run.py", *map(local, argv[1:])])
+
+
+def seeds_of(values: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
+    """Every seed of a resolved configuration by its key."""
+    found: dict[str, int] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= seeds_of(value, f"{prefix}{name}.")
+        elif name.endswith("seed") and value is not None:
+            found[prefix + name] = value
+    return found
+
+
+def data_of(values: Mapping[str, Any]) -> dict[str, str]:
+    """sha256 of each file that a group's `path` names, by its key; a folder has none."""
+    paths = {
+        f"{group}.path": Path(of["path"]) for group, of in values.items() if isinstance(of, dict) and of.get("path")
+    }
+    return {key: hashlib.sha256(path.read_bytes()).hexdigest() for key, path in paths.items() if path.is_file()}
 
 
 def environment() -> dict[str, Any]:

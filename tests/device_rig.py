@@ -43,12 +43,20 @@ def unpacked(rt: Runtime, row: int) -> SamplingParams:
 
 
 class FakeLibrary:
-    """The C interface. `runtime` is set once there is one; `fault(runtime, step)` may break a step."""
+    """The C interface. `runtime` is set once there is one, or the next; `fault(runtime, step)` may break a step."""
 
     def __init__(self) -> None:
-        self.runtime: Runtime | None = None
+        self.runtimes: list[Runtime] = []
         self.launches = 0
         self.fault: Any = None
+
+    @property
+    def runtime(self) -> Runtime | None:
+        return self.runtimes[-1] if self.runtimes else None
+
+    @runtime.setter
+    def runtime(self, made: Runtime) -> None:
+        self.runtimes.append(made)
 
     def mk_params_bytes(self) -> int:
         return ctypes.sizeof(StepParams)
@@ -63,8 +71,7 @@ class FakeLibrary:
         return f"error {code}".encode()
 
     def mk_launch(self, params: Any, stream: Any) -> int:
-        rt = self.runtime
-        assert rt is not None
+        rt = next(made for made in self.runtimes if made.params is params._obj)
         g = rt.geometry
         record = rt.ring.records[rt.params.launched % HOST_STEPS]
         record["tokens"], record["status"] = NO_TOKEN, 0

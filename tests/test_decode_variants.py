@@ -1,17 +1,27 @@
-"""Many variants of one configuration: each is what the command line would have made, and one that fails stops none."""
+"""Variants: each is what the command line would have made, all in turn, told apart by their intervals."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from experiments import decode_throughput, decode_variants, device_weights
+from experiments import decode_variants, device_weights
 from mk.compose import load_config, vary
 from mk.config import Config, config_hash, group_options
 from mk.errors import MkError
-from mk.rows import Row
+from mk.model.geometry import PRESETS
+from mk.recompute import different
+from mk.roofline import uniform_experts
+from mk.rows import Row, read_raw, read_rows
+from tests.device_rig import FakeLibrary, fake_device
+from tests.test_decode_throughput import stand_in
+
+__all__ = ["fake_device", "stand_in"]
 
 SMALL = ["model=nano", "weights=checkpoint", "experiment.batches=[1,2]"]
 
@@ -51,40 +61,188 @@ def test_a_variant_that_cannot_be_is_named(override: str, message: str) -> None:
         vary(load_config(["experiment=decode_throughput"]), [override])
 
 
-def test_the_ablation_has_every_wave_order_under_both_schedules_and_every_placement() -> None:
-    jobs = decode_variants.variants(ablation())
-    plans = {(job.schedule.name, job.wave_order.name, job.placement.name) for _, job in jobs}
-    orders = {name for name in group_options("wave_order") if name != "custom"}
-    schedules = {"static", "work_stealing"}
-    assert plans >= {(schedule, order, "row_owner") for schedule in schedules for order in orders}
-    assert {placement for *_, placement in plans} == set(group_options("placement"))
-    assert len(plans) == len(jobs) and {job.experiment.name for _, job in jobs} == {"decode_throughput"}
+ABLATIONS = ("wave_order_ablation", "placement_ablation", "schedule_ablation", "routing_ablation", "kernel_ablation")
 
 
-def row(cfg: Config, batch: int) -> Row:
-    figures = {"batch": batch, "context": [8192] * batch, "p50_ms": 2.0 * batch, "pct_nominal": 70.0}
-    axes = {name: getattr(cfg, name).name for name in ("model", "weights", "gpu", "routing", "schedule", "wave_order")}
-    fixed = {"schema": 1, "time": "", "experiment": "decode_throughput", "engine": "cuda", "dtype": "bfloat16"}
-    rest = {"placement": cfg.placement.name, "commit": "", "config_hash": config_hash(cfg), "build_hash": None}
-    return Row(**fixed, **axes, **figures, **rest, checks={}, env={})
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_variants_of_an_ablation_differ_in_its_axes_alone(name: str) -> None:
+    jobs = decode_variants.variants(load_config([f"experiment={name}"]))
+    assert len({config_hash(job) for _, job in jobs}) == len(jobs) >= 3
+    assert {job.experiment.name for _, job in jobs} == {"decode_throughput"}
 
 
-def test_a_variant_that_fails_stops_no_other(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_ablations_have_what_they_are_named_for() -> None:
+    def values(name: str, of: Callable[[Config], object]) -> list:
+        return [of(job) for _, job in decode_variants.variants(load_config([f"experiment={name}"]))]
+
+    orders = values("wave_order_ablation", lambda job: job.wave_order.name)
+    assert orders == ["default", "interleaved", "attention_first", "oproj_before_down"]
+    assert set(values("placement_ablation", lambda job: job.placement.name)) == set(group_options("placement"))
+    claimers = values("schedule_ablation", lambda job: (job.schedule.attention_claimers, job.schedule.moe_claimers))
+    assert claimers == [(None, None), (33, 33), (66, 66), (132, 132)]
+    routings = values("routing_ablation", lambda job: job.routing)
+    uniform = uniform_experts(PRESETS["north_mini_code"], 8)
+    assert [r.distinct for r in routings if r.distinct] == [round(uniform * share) for share in (0.5, 0.75, 1)]
+    assert {r.pattern for r in routings} >= {"all_same", "all_different"}
+    assert {r.name for r in routings} == {"uniform", "correlated", "adversarial", "checkpoint", "oracle"}
+
+
+@pytest.mark.parametrize(
+    ("variants", "message"),
+    [
+        ("['wave_order=default','wave_order=parted engine.ring.window_kb=40']", "differ in engine.ring.window_kb"),
+        ("['schedule=static','schedule=work_stealing']", "differ in schedule.attention_claimers"),
+        ("['routing=uniform','routing=oracle']", "differ in routing.name"),
+    ],
+)
+def test_variants_that_differ_in_more_than_the_axes_are_refused(variants: str, message: str) -> None:
+    with pytest.raises(MkError, match=message):
+        decode_variants.variants(ablation(f"experiment.variants={variants}"))
+
+
+# ---- on a stand-in for the card ----
+CARD = ["model=nano", "weights=checkpoint", "experiment.batches=[1,2]", "experiment.context=300", "experiment.steps=40",
+        "experiment.warmup=3", "experiment.check_tokens=20", "experiment.rounds=5"]  # fmt: skip
+
+
+def on_card(name: str, folder: Path, *more: str) -> tuple[int, list[Row], dict[str, dict]]:
+    status = decode_variants.main(load_config([f"experiment={name}", *CARD, f"run_dir={folder}", *more]))
+    (path,) = folder.iterdir()
+    return status, read_rows(path / "rows.jsonl"), read_raw(path / "raw.jsonl")
+
+
+def test_arms_run_in_turn_and_each_is_compared_with_the_first(
+    stand_in: FakeLibrary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(cfg: Config) -> list[Row]:
-        if cfg.wave_order.name == "parted":
-            raise MkError("batch 1: bits_repeat failed")
-        return [row(cfg, batch) for batch in cfg.experiment.batches]
-
-    monkeypatch.setattr(decode_throughput, "run", run)
-    monkeypatch.setattr(decode_throughput, "check", lambda cfg: None)
-    status = decode_variants.main(ablation("experiment.variants=['wave_order=default,parted,interleaved']"))
+    status, rows, raw = on_card("wave_order_ablation", tmp_path)
+    assert status == 0 and len(rows) == 2 * 5
+    for batch in (1, 2):
+        first, *others = [row for row in rows if row.batch == batch]
+        assert first.arm == "wave_order=default" and first.ratio is None
+        assert others[-1].arm == "wave_order=default (again)"
+        assert others[-1].schedule_hash == first.schedule_hash
+        assert len({row.schedule_hash for row in (first, *others)}) == 4
+        assert len({row.routing_hash for row in (first, *others)}) == 1  # the same ids in all arms
+        for row in (first, *others):
+            assert row.steps == 40 and len(raw[row.raw_sha256 or ""]["block_ms"]) == 5
+            assert row.tasks and row.tasks["topk"] > 0 and row.experiment == "wave_order_ablation"
+        for row in others:
+            assert (row.ratio, row.ratio_to) == (1.0, first.digest)
+            assert list(different(row, raw[row.raw_sha256 or ""])) == []
     out = capsys.readouterr().out
-    assert status == 1 and out.count("failed: ") == 2 and "failed: wave_order=parted: batch 1: bits_repeat" in out
-    table = [line.split() for line in out.split("variant ")[1].splitlines()]
-    assert table[1] == ["wave_order=default", "2.0000", "70.0", "4.0000", "70.0"]
-    assert table[2][0] == "wave_order=interleaved"
+    assert out.count("no detectable difference") == 8
+
+
+def test_an_effect_is_told_from_noise_and_a_variant_that_differs_from_itself_fails_the_run(
+    monkeypatch: pytest.MonkeyPatch, stand_in: FakeLibrary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slower = {"drifts": 0.0}
+    noise = itertools.cycle([0.0, 0.001, 0.002])
+    measure = decode_variants.Bench.measure
+
+    def timed(self: decode_variants.Bench, *args: int) -> decode_variants.Timing:
+        timing = measure(self, *args)
+        slower["drifts"] += slower.get("by", 0.0)
+        ms = 1 + next(noise) + slower["drifts"] + 0.1 * (self.cfg.wave_order.name == "parted")
+        return dataclasses.replace(timing, step_ms=[ms] * len(timing.step_ms))
+
+    monkeypatch.setattr(decode_variants.Bench, "measure", timed)
+    one = ["experiment.variants=['wave_order=default,interleaved,parted']", "experiment.batches=[1]"]
+    status, rows, _ = on_card("wave_order_ablation", tmp_path / "a", *one)
+    out = capsys.readouterr().out
+    by_arm = {row.arm: row for row in rows}
+    parted = by_arm["wave_order=parted"]
+    assert status == 0 and parted.ratio_low and 1 < parted.ratio_low < 1.1 < (parted.ratio_high or 0)
+    assert out.count("no detectable difference") == 2 and not parted.unstable
+    monkeypatch.setattr(decode_variants, "reversed", list, raising=False)  # always forwards: a drift is not cancelled
+    slower["by"] = 0.01
+    status, rows, _ = on_card("wave_order_ablation", tmp_path / "b", *one)
+    assert status == 1 and all("differs from itself" in (row.unstable or "") for row in rows)
+    assert "failed: batch 1: wave_order=default differs from itself" in capsys.readouterr().out
+
+
+def test_arms_that_execute_the_same_fail_the_run(stand_in: FakeLibrary, tmp_path: Path) -> None:
+    same = "experiment.variants=['wave_order=default','wave_order=custom wave_order.waves=[qkv,router,topk,route_setup,"
+    same += "moe_gather,attn,attn_combine,moe_up,moe_down,moe_combine,oproj,rmsnorm]']"
+    with pytest.raises(MkError, match=r"'wave_order=default' and 'wave_order=custom .*' execute the same"):
+        on_card("wave_order_ablation", tmp_path, same)
+
+
+def test_a_routing_ablation_has_other_ids_in_every_arm_and_names_the_oracle(
+    stand_in: FakeLibrary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variants = ["routing=uniform", "routing=correlated routing.distinct=6", "routing=adversarial", "routing=checkpoint"]
+    arms = f"experiment.variants={[*variants, 'routing=oracle']}"
+    status, rows, _ = on_card("routing_ablation", tmp_path, arms, "experiment.batches=[2]")
+    by_arm = {row.arm: row for row in rows}
+    assert status == 0 and len(by_arm) == 6
+    assert len({by_arm[arm].routing_hash for arm in variants}) == 4
+    assert by_arm["routing=correlated routing.distinct=6"].distinct_experts == 6
+    oracle, uniform = by_arm["routing=oracle"], by_arm["routing=uniform"]
+    assert (oracle.bound, oracle.routing_hash) == ("oracle", uniform.routing_hash)
+    assert oracle.schedule_hash == uniform.schedule_hash == by_arm["routing=checkpoint"].schedule_hash
+    assert "(a bound)" in capsys.readouterr().out
+    same = "experiment.variants=['routing=adversarial','routing=correlated routing.distinct=8']"  # of 2 x 4 ids
+    with pytest.raises(MkError, match="'routing=adversarial' and 'routing=correlated .*' execute the same"):
+        on_card("routing_ablation", tmp_path / "same", same, "experiment.batches=[2]")
+    with pytest.raises(MkError, match="names 'routing=uniform' twice"):
+        on_card("routing_ablation", tmp_path / "twice", "experiment.variants=['routing=uniform','routing=uniform']")
+
+
+@pytest.mark.parametrize("rounds", ["5", "1"])
+def test_a_variant_that_fails_stops_no_other(
+    rounds: str,
+    monkeypatch: pytest.MonkeyPatch,
+    stand_in: FakeLibrary,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    check = decode_variants.Bench.check
+
+    def fails(self: decode_variants.Bench) -> None:
+        if self.cfg.wave_order.name == "parted":
+            raise MkError("batch 1: bits_repeat failed")
+        check(self)
+
+    monkeypatch.setattr(decode_variants.Bench, "check", fails)
+    arms = "experiment.variants=['wave_order=default,parted,interleaved']"
+    status, rows, _ = on_card("wave_order_ablation", tmp_path, arms, f"experiment.rounds={rounds}")
+    out = capsys.readouterr().out
+    assert status == 1 and "failed: wave_order=parted: batch 1: bits_repeat" in out
+    again = {"wave_order=default (again)"} if rounds == "5" else set()
+    assert {row.arm for row in rows} == {"wave_order=default", "wave_order=interleaved"} | again
+    assert all((row.ratio is None) == (rounds == "1" or row.arm == "wave_order=default") for row in rows)
+
+
+# ---- without a card ----
+@pytest.mark.parametrize("name", ["wave_order_ablation", "routing_ablation"])
+def test_without_a_card_step_times_are_simulated_and_labelled(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["model=slice", "experiment.batches=[2]", "experiment.context=1024", "experiment.check_tokens=20"]
+    if name == "routing_ablation":
+        small.append(
+            "experiment.variants=['routing=uniform','routing=checkpoint','routing=oracle','routing=adversarial']"
+        )
+    assert decode_variants.main(load_config([f"experiment={name}", *small, f"run_dir={tmp_path}"])) == 0
+    (folder,) = tmp_path.iterdir()
+    rows, raw = read_rows(folder / "rows.jsonl"), read_raw(folder / "raw.jsonl")
+    assert {(row.clock, row.engine) for row in rows} == {("simulated", "simulator")}
+    assert len(rows) == (4 if name == "wave_order_ablation" else 2) and rows[0].ratio is None
+    assert len({row.schedule_hash for row in rows}) == (4 if name == "wave_order_ablation" else 1)
+    for row in rows[1:]:
+        assert row.ratio == pytest.approx((row.p50_ms or 0) / (rows[0].p50_ms or 1), rel=1e-4)
+        assert row.ratio_to == rows[0].digest and row.ratio_low is None
+    assert row.model == "slice" and raw[row.raw_sha256 or ""]["step_ms"]
+    for row in rows:
+        assert list(different(row, raw[row.raw_sha256 or ""])) == []
+    out = capsys.readouterr().out
+    assert f"simulated step times, slice on h200; measured, where there is one: python run.py experiment={name}" in out
+    for message in (
+        "routing=checkpoint: a simulated step has no logits",
+        "routing=oracle: another build of the kernel",
+    ):
+        assert (f"not simulated: {message}" in out) == (name == "routing_ablation")
 
 
 @pytest.mark.parametrize("variant", ["experiment=slow_sm", " "])

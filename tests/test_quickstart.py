@@ -80,7 +80,7 @@ def test_the_default_run_equals_transformers_at_batch_1_and_in_a_ragged_batch(
     assert one.schedule_hash != ragged.schedule_hash and f"schedule {one.schedule_hash}" in out
     names = {path.name for path in folder.iterdir()}
     files = {"routing.npz", "routing-ragged.npz", "schedule.png", "schedule-ragged.png"}
-    assert names == {"config.yaml", "meta.json", "rows.jsonl", *files}
+    assert names == {"config.yaml", "meta.json", "rows.jsonl", "rows.csv", "raw.jsonl", *files}
     assert f"config_hash: {config_hash(config)}" in (folder / "config.yaml").read_text()
 
 

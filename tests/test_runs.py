@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import dataclasses
+import hashlib
 import json
 import math
 import subprocess
@@ -16,7 +19,8 @@ from mk.compose import load_config, to_yaml
 from mk.config import config_hash
 from mk.errors import MkError
 from mk.rows import Row, read_rows
-from mk.runs import ROOT, RunFolder, git_commit
+from mk.runs import RunFolder, command_line, data_of, git_commit
+from mk.sources import FILES, ROOT, commit_source_hash, source_hash
 
 
 @pytest.fixture
@@ -49,16 +53,6 @@ def test_no_commit_outside_a_repository(tmp_path: Path, monkeypatch: pytest.Monk
     assert git_commit() == ("none", False)
 
 
-def test_a_logger_that_cannot_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any) -> None:
-        raise MkError("W&B cannot start")
-
-    monkeypatch.setattr("mk.runs.make_logger", refuse)
-    with pytest.raises(MkError, match="cannot start"):
-        RunFolder.create(load_config(), root=tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 def test_runs_at_once_never_share_a_folder(tmp_path: Path) -> None:
     config = load_config()
     with ThreadPoolExecutor(8) as pool:
@@ -75,8 +69,7 @@ def test_run_dir_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_row_carries_the_axes_of_its_run_and_survives_the_file(run: RunFolder) -> None:
-    row = make_row(run, tok_s=20.5, build_hash="abc")
-    run.append_row(row)
+    row = run.append_row(make_row(run, tok_s=20.5, build_hash="abc"))
     run.append_row(make_row(run))
     assert read_rows(run.path / "rows.jsonl")[0] == row
     assert len(read_rows(run.path / "rows.jsonl")) == 2
@@ -88,6 +81,58 @@ def test_figures_that_do_not_apply_are_left_out_but_required_nulls_stay(run: Run
     values = make_row(run).to_json()
     assert "tok_s" not in values
     assert values["build_hash"] is None
+
+
+def test_a_row_names_its_sources_seeds_raw_data_and_itself(run: RunFolder) -> None:
+    row = run.append_row(make_row(run), {"step_ms": [1.0, 2.0]})
+    (line,) = (run.path / "raw.jsonl").read_text().splitlines()
+    assert row.raw_sha256 == hashlib.sha256(line.encode()).hexdigest() and json.loads(line) == {"step_ms": [1.0, 2.0]}
+    assert row.source_hash == source_hash() and row.seeds and row.seeds["sampling.seed"] == 0
+    (found,) = read_rows(run.path / "rows.jsonl")
+    assert found.digest == found.computed_digest()
+    assert dataclasses.replace(found, batch=5).computed_digest() != found.digest
+
+
+def test_variants_share_a_folder_and_keep_their_configurations(run: RunFolder) -> None:
+    other = load_config(["batch=ragged4", "placement=round_robin"])
+    row = run.under(other).append_row(make_row(run.under(other)))
+    assert (row.placement, row.config_hash) == ("round_robin", config_hash(other))
+    assert (run.path / "configs" / f"{row.config_hash[:16]}.yaml").read_text() == to_yaml(other)
+    assert read_rows(run.path / "rows.jsonl") == [row]
+
+
+def test_a_command_line_names_no_folder_of_the_host() -> None:
+    argv = ["/home/me/mk/run.py", "experiment=vllm_decode", "baseline.vllm.site=/home/me/site", "batch.contexts=[1, 2]"]
+    line = "python run.py experiment=vllm_decode baseline.vllm.site=site 'batch.contexts=[1, 2]'"
+    assert command_line(argv) == line and command_line(["pytest"]) is None
+
+
+def test_files_that_a_configuration_names_are_hashed(tmp_path: Path) -> None:
+    (tmp_path / "trace").write_bytes(b"ids")
+    values = {"routing": {"path": str(tmp_path / "trace")}, "model": {"path": str(tmp_path)}, "debug": False}
+    assert data_of(values) == {"routing.path": hashlib.sha256(b"ids").hexdigest()}
+
+
+def test_the_sources_of_a_commit_hash_like_the_files(tmp_path: Path) -> None:
+    def git(*args: str) -> str:
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *author, *args], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    for name in FILES:
+        (tmp_path / name).write_text(name)
+    (tmp_path / "mk").mkdir()
+    (tmp_path / "mk" / "a.py").write_text("one")
+    untracked = source_hash(tmp_path)  # as on a machine that has the files alone
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    commit = git("rev-parse", "HEAD").strip()
+    assert untracked == source_hash(tmp_path) == commit_source_hash(commit, tmp_path)
+    (tmp_path / "README.md").write_text("no source")
+    (tmp_path / "mk" / "a.py").write_text("two")
+    assert source_hash(tmp_path) != commit_source_hash(commit, tmp_path)
+    with pytest.raises(MkError, match="no commit 0123"):
+        commit_source_hash("0123", tmp_path)
 
 
 @pytest.mark.parametrize("figure", [math.nan, math.inf, -math.inf])
@@ -111,6 +156,8 @@ def test_figures_must_be_finite(run: RunFolder, figure: float) -> None:
         ("tok_s", "fast"),
         ("new_tokens", 2.5),
         ("schema", 0),
+        ("schema", 3),
+        ("source_hash", None),
     ],
 )
 def test_wrong_types_name_the_field(run: RunFolder, field: str, value: Any) -> None:
@@ -125,7 +172,9 @@ def test_an_int_may_stand_for_a_float(run: RunFolder) -> None:
 
 def test_missing_and_unknown_fields_are_named(run: RunFolder) -> None:
     values = make_row(run).to_json()
-    for name in values:
+    required = [field.name for field in dataclasses.fields(Row) if field.default is dataclasses.MISSING]
+    assert {"schema", "commit", "checks"} < set(required)
+    for name in required:
         with pytest.raises(MkError, match=f"row lacks {name}"):
             Row.from_json({key: value for key, value in values.items() if key != name})
     with pytest.raises(MkError, match="row has unknown speed"):
@@ -140,13 +189,11 @@ def test_a_damaged_file_names_its_line(run: RunFolder) -> None:
         read_rows(run.path / "rows.jsonl")
 
 
-def test_wandb_writes_into_the_run_folder_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / "home"))
-    with RunFolder.create(load_config(["logger=wandb"]), root=tmp_path / "runs") as run:
+def test_the_rows_are_a_table_too(run: RunFolder) -> None:
+    with run:
         run.append_row(make_row(run, tok_s=20.5))
-    assert list(run.path.glob("wandb/offline-run-*/*.wandb"))
-    assert not list(here.iterdir())
+        run.append_row(make_row(run, p50_ms=1.5))
+    with (run.path / "rows.csv").open(newline="") as file:
+        one, two = csv.DictReader(file)
+    assert (one["tok_s"], one["p50_ms"], two["tok_s"], two["p50_ms"]) == ("20.5", "", "", "1.5")
+    assert json.loads(one["context"]) == [3, 4, 5, 6] and json.loads(one["checks"]) == {"equal": True}

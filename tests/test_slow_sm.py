@@ -9,7 +9,7 @@ import torch
 
 from experiments import opening
 from experiments import slow_sm as experiment
-from experiments.decode_throughput import Timing
+from experiments.decode_rows import Timing
 from experiments.slow_sm import Run, table, verdicts
 from mk.compose import load_config
 from mk.errors import MkError
@@ -34,7 +34,9 @@ RUN = [
 
 
 def one(schedule: str, slow_ns: int, p50: float, tiles: float, logits: float = 0.5) -> Run:
-    return Run(schedule, slow_ns, Timing(p50, p50, p50, p50, p50, 4.0, True), tiles, 10.0, torch.full((1, 4), logits))
+    return Run(
+        schedule, slow_ns, Timing([p50], p50, [4.0], True, torch.zeros(0)), tiles, 10.0, torch.full((1, 4), logits)
+    )
 
 
 def test_verdicts_and_table() -> None:
@@ -70,7 +72,7 @@ def stand_in(fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> FakeL
     made = opening.Runtime
     fake_device.fault = launch
     monkeypatch.setattr(opening, "Runtime", runtime)
-    monkeypatch.setattr(experiment, "build", fake_build)
+    monkeypatch.setattr("mk.build.build", fake_build)
     monkeypatch.setattr(experiment, "DEVICE", torch.device("cpu"))
     return fake_device
 

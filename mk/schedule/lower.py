@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from mk.errors import MkError
 from mk.graph import LAST_WAVES, StepShape, resolve
-from mk.isa import LOCAL_BUFFERS, NONE, Access, Buffer, Flag, Op, Word, Words
+from mk.isa import ISA, LOCAL_BUFFERS, NONE, Access, Buffer, Flag, Op, Word, Words
 from mk.schedule.orders import check_order
 from mk.schedule.placement import Placement, SmIds, make_placement
 
@@ -88,6 +88,12 @@ class Program:
     def sm_of(self) -> npt.NDArray[np.int64]:
         """SM of every descriptor [n]."""
         return self.track_of % self.shape.n_sm
+
+    def tasks_by_operation(self) -> dict[str, int]:
+        """How many descriptors each operation has."""
+        opcodes, counts = np.unique(self.words[:, Word.OPCODE], return_counts=True)
+        names = {op.opcode: op.name for op in ISA}
+        return {names[opcode]: count for opcode, count in zip(opcodes.tolist(), counts.tolist(), strict=True)}
 
     @property
     def schedule_hash(self) -> str:

@@ -1,0 +1,67 @@
+"""Arms of a comparison: they differ in the ablated axes alone, each executes something else; and their table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mk.config import Config, resolved
+from mk.errors import MkError
+from mk.rows import Row
+from mk.step_figures import Ratio
+
+
+def require_axes(axes: Sequence[str], jobs: Sequence[tuple[str, Config]]) -> None:
+    """Raises MkError for a key in which two variants differ and that is none of the axes, or in none of them."""
+    (first, base), *others = [(label, dict(_leaves(resolved(job)))) for label, job in jobs]
+    for label, leaves in others:
+        apart = [key for key in {*base, *leaves} if base.get(key) != leaves.get(key)]
+        beyond = sorted(key for key in apart if not any(key == axis or key.startswith(f"{axis}.") for axis in axes))
+        if beyond:
+            raise MkError(
+                f"{label!r} and {first!r} differ in {beyond[0]}, and experiment.axes={list(axes)}",
+                hint="one axis a comparison, or add to experiment.axes",
+            )
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def require_apart(executed: Mapping[str, str], batch: int) -> None:
+    """executed: a hash of descriptors, ids, build and launch by arm. Raises MkError where two execute the same."""
+    seen: dict[str, str] = {}
+    for label, what in executed.items():
+        if what in seen:
+            raise MkError(f"batch {batch}: {seen[what]!r} and {label!r} execute the same")
+        seen[what] = label
+
+
+def table(found: dict[str, list[Row]], batches: Sequence[int]) -> str:
+    """A line a variant and batch: p50, share of the nominal bandwidth, experts, and the ratio to the first variant."""
+    width = max([len("variant"), *map(len, found)])
+    lines = [f"{'variant':{width}} {'batch':>5} {'p50 ms':>9} {'%':>5} {'experts':>8}  to the first [95 %]"]
+    for batch in batches:
+        for label, rows in found.items():
+            for row in rows:
+                if row.batch == batch:
+                    figures = f"{row.p50_ms:9.4f} {row.pct_nominal:5.1f} {row.distinct_experts:8.2f}"
+                    bound = "  (a bound)" if row.bound else ""
+                    lines.append(f"{label:{width}} {batch:5} {figures}  {effect(row)}{bound}")
+    return "\n".join(lines)
+
+
+def effect(row: Row) -> str:
+    """The ratio in words that claim no more than its interval."""
+    if row.ratio is None:
+        return "-"
+    if row.ratio_low is None or row.ratio_high is None:
+        return f"{row.ratio:.4f}"
+    interval = f"[{row.ratio_low:.4f}, {row.ratio_high:.4f}]"
+    if not Ratio(row.ratio, row.ratio_low, row.ratio_high).detectable:
+        return f"no detectable difference {interval}"
+    return f"{row.ratio:.4f} {interval}"

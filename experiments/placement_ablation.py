@@ -1,0 +1,5 @@
+"""Time every placement of tasks on SMs, steps in turn."""
+
+from experiments.decode_variants import main
+
+__all__ = ["main"]

@@ -1,0 +1,5 @@
+"""Time static lists beside work stealing, by the number of SMs that claim, steps in turn."""
+
+from experiments.decode_variants import main
+
+__all__ = ["main"]

@@ -1,0 +1,97 @@
+"""Variants of a configuration by simulated step times, where there is no card; every row says `clock: simulated`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from experiments.arms import require_apart, table
+from experiments.console import progress
+from experiments.forced_routing import forced_ids
+from mk.build import defines_of
+from mk.config import Config
+from mk.errors import MkError
+from mk.model.geometry import PRESETS, Geometry
+from mk.model.opening import NANO
+from mk.programs import Plan, bucket_for
+from mk.rows import Row
+from mk.runs import RunFolder
+from mk.schedule.lower import Program
+from mk.schedule.simulate import costs_of, estimate, ring_of
+from mk.schedule.simulator.expand import Sample
+from mk.step_figures import MEASURED_ONLY, block_ratio, raw_steps, step_figures
+
+
+def run(cfg: Config, jobs: Sequence[tuple[str, Config]]) -> int:
+    """A simulated row a variant and batch, and their table. Exit status 0; a variant without a simulation is named.
+
+    Raises MkError where two variants execute the same, and for a card that nothing was fitted for.
+    """
+    settings, geometry = cfg.experiment, geometry_of(cfg)
+    found: dict[str, list[Row]] = {}
+    left: dict[str, str] = {}
+    print("simulated: torch sees no GPU here", flush=True)
+    with RunFolder.create(cfg) as folder:
+        for batch in settings.batches:
+            executed: dict[str, str] = {}
+            with progress(f"batch {batch}", len(jobs)) as done:
+                for number, (label, job) in enumerate(jobs, 1):
+                    try:
+                        if defines_of(job):
+                            raise MkError("another build of the kernel, of which the simulator knows nothing")
+                        sample = Sample.draw(geometry, job.routing, [job.experiment.context] * batch)
+                    except MkError as error:
+                        left[label] = str(error)
+                        continue
+                    first = next((rows[-1] for rows in found.values() if rows[-1].batch == batch), None)
+                    row, program = simulated(cfg, label, job, folder, geometry, sample, first)
+                    ids = forced_ids(job.routing, geometry, batch, 1)
+                    executed[label] = f"{program.schedule_hash} {job.engine.ring} {ids is None or ids.tolist()}"
+                    found.setdefault(label, []).append(row)
+                    done(number)
+            require_apart(executed, batch)
+        command = shlex.join(["python", "run.py", f"experiment={settings.name}", f"gpu={cfg.gpu.name}", "engine=cuda"])
+        print(f"\nsimulated step times, {cfg.model.name} on {cfg.gpu.name}; measured, where there is one: {command}")
+        print(table(found, settings.batches))
+        for label, message in left.items():
+            print(f"not simulated: {label}: {message}")
+        print(f"run folder: {folder.path}")
+    return 0
+
+
+def simulated(
+    cfg: Config, label: str, job: Config, run: RunFolder, geometry: Geometry, sample: Sample, first: Row | None
+) -> tuple[Row, Program]:
+    """Writes the row of a variant, with its ratio to the first one's, and returns it with what it would execute."""
+    settings, gpu, keys = job.experiment, job.gpu, list(sample.keys)
+    plan = Plan.from_config(job)
+    bucket = bucket_for(settings.context + settings.steps)
+    program = plan.lower(geometry, len(keys), bucket)
+    ms = estimate(plan, geometry, sample, bucket, costs_of(gpu), ring_of(job.engine.ring)) / 1e3
+    raw = {**raw_steps([ms], list(sample.experts.values())), "block_ms": [ms]}
+    figures = {
+        name: value for name, value in step_figures(geometry, gpu, keys, raw).items() if name not in MEASURED_ONLY
+    }
+    if first is not None:
+        raw["base_block_ms"] = run.raw_of(first)["block_ms"]
+        figures |= {"ratio": block_ratio([ms], raw["base_block_ms"]).ratio, "ratio_to": first.digest}
+    row = run.under(job).row(
+        experiment=cfg.experiment.name,
+        engine="simulator",
+        dtype="bfloat16",
+        clock="simulated",
+        arm=label,
+        batch=len(keys),
+        context=keys,
+        checks={},
+        schedule_hash=program.schedule_hash,
+        tasks=program.tasks_by_operation(),
+        **figures,
+    )
+    return run.append_row(row, raw), program
+
+
+def geometry_of(cfg: Config) -> Geometry:
+    """Of the configured model; no weights are opened."""
+    path = cfg.model.path or (NANO if cfg.model.preset == "nano" else None)
+    return PRESETS[cfg.model.preset] if path is None else Geometry.from_hf_config(path)

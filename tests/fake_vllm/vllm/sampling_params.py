@@ -1,0 +1,2 @@
+class RequestOutputKind:
+    CUMULATIVE = 0

@@ -1,0 +1,254 @@
+"""vLLM as a baseline: a stand-in for it in a site folder of its own; its script and worker methods for real."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from experiments import decode_throughput, vllm_decode
+from experiments.baselines import vllm_process as vllm
+from experiments.baselines.vllm_extension import distinct_by_layer, register_uniform, uniform_distinct
+from mk.compose import load_config
+from mk.config import Config
+from mk.errors import MkError
+from mk.model.geometry import PRESETS, Geometry
+from mk.roofline import uniform_experts
+from mk.rows import Row, read_raw, read_rows
+from mk.runs import RunFolder
+from mk.step_figures import median_ratio, raw_steps, step_figures
+from tests.interpreter_rig import NANO_GEOMETRY
+
+SITE = Path(__file__).parent / "fake_vllm"
+SMALL = ["experiment.batches=[1,2]", "experiment.context=64", "experiment.steps=24", "experiment.warmup=4"]
+
+
+def config(*more: str) -> Config:
+    nano = ["model=nano", "weights=random", "experiment.check_tokens=20", f"baseline.vllm.site={SITE}"]
+    return load_config(["experiment=vllm_decode", *nano, *SMALL, *more])
+
+
+def spec(routing: str = "uniform", batches: tuple[int, ...] = (1, 2)) -> vllm.Spec:
+    return vllm.Spec(NANO_GEOMETRY, routing, list(batches), [64], 24, 4, seed=0, qk_scale=1.0, kv_std=0.01)
+
+
+def measured(tmp_path: Path, *more: str) -> vllm.Measured:
+    options = config(*more).baseline.vllm
+    assert options is not None
+    return vllm.measure(options, spec(), tmp_path / "vllm", "triton")
+
+
+def test_the_script_times_every_batch_and_counts_its_experts(tmp_path: Path) -> None:
+    found = measured(tmp_path)
+    assert (found.version, found.errors, found.same_weights) == ("0.0.1", [], True)
+    assert [(case.batch, case.context, len(case.step_ms)) for case in found.cases] == [(1, 64, 24), (2, 64, 24)]
+    for case in found.cases:
+        assert case.batch <= np.median(case.step_ms)  # a step of the stand-in sleeps that long
+        assert case.tpot_ms >= 0.9 * case.batch
+        expected = uniform_experts(NANO_GEOMETRY, case.batch)
+        assert len(case.experts_by_layer) == len(NANO_GEOMETRY.sparse_layers)
+        assert np.mean(case.experts_by_layer) == pytest.approx(expected, rel=0.06)
+
+
+def test_what_the_engine_resolved_is_read_from_its_log(tmp_path: Path) -> None:
+    found = measured(tmp_path)
+    assert found.resolved == {
+        "attention_backend": "FLASH_ATTN 3",
+        "moe_backend": "TRITON",
+        "moe_table": "E=128,N=768,device_name=NVIDIA_H200.json",
+        "graph_mode": "FULL_AND_PIECEWISE",
+        "compile_mode": "VLLM_COMPILE",
+    }
+    assert len(found.lines) == 3 and all("INFO" in line for line in found.lines)
+    assert found.lines[2].endswith("Using configuration from E=128,N=768,device_name=NVIDIA_H200.json for MoE layer.")
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "value"),
+    [
+        ("INFO Using AttentionBackendEnum.TRITON_ATTN backend.", "attention_backend", "TRITON_ATTN"),
+        ("WARNING Using default MoE config. Performance might be", "moe_table", "default MoE config"),
+        ("'cudagraph_mode': <CUDAGraphMode.FULL_DECODE_ONLY: (2, 0)>", "graph_mode", "FULL_DECODE_ONLY"),
+        ("config: {'mode': <CompilationMode.VLLM_COMPILE: 3>,", "compile_mode", "VLLM_COMPILE"),
+        ("INFO Using FlashInfer backend for sampling", "attention_backend", None),
+    ],
+)
+def test_other_spellings_of_the_log(line: str, field: str, value: str | None) -> None:
+    assert vllm.parse_log([line])[0].get(field) == value
+
+
+def test_the_folder_that_is_served_is_our_geometry(tmp_path: Path) -> None:
+    full = PRESETS["north_mini_code"]
+    (tmp_path / "config.json").write_text(json.dumps(full.to_hf_config() | {"bos_token_id": 2}))
+    assert Geometry.from_hf_config(tmp_path) == full
+
+
+def test_weights_that_vllm_does_not_take_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "other_names")
+    found = measured(tmp_path)
+    assert not found.same_weights and len(found.cases) == 2
+    assert found.errors == ["weights alike: ValueError: no tensor model.embed_tokens.weight"]
+
+
+def test_an_engine_that_does_not_start_is_an_error_with_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "dies")
+    with pytest.raises(MkError, match=r"vLLM 0\.0\.1 measured nothing: exit status 1 .*no kernel image is available"):
+        measured(tmp_path)
+
+
+def test_one_that_hangs_is_ended(tmp_path: Path) -> None:
+    with pytest.raises(MkError, match="stopped after 1 s"):
+        measured(tmp_path, "baseline.vllm.timeout_s=1", "baseline.vllm.python=" + str(slow_python(tmp_path)))
+
+
+def slow_python(folder: Path) -> Path:
+    path = folder / "python"
+    path.write_text(f'#!/bin/sh\n[ "$1" = -c ] || sleep 60\nexec {sys.executable} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["baseline.vllm.site=null"], "no vLLM is configured"),
+        (["baseline.vllm.site=null", "baseline.vllm.python=/no/such/python"], "No such file"),
+        (["baseline.vllm.site=/no/such/folder"], "has no vLLM"),
+    ],
+)
+def test_a_vllm_that_is_not_there_is_missing(overrides: list[str], message: str) -> None:
+    options = config(*overrides).baseline.vllm
+    assert options is not None
+    with pytest.raises(vllm.Missing, match=message) as missing:
+        vllm.find(options)
+    assert missing.value.hint is not None and "pip install vllm" in missing.value.hint
+
+
+def test_uniform_ids_are_distinct_in_a_row_and_fresh() -> None:
+    weights, ids = uniform_distinct(8, 128, 8, torch.device("cpu"))
+    assert all(len(row.unique()) == 8 for row in ids) and (weights == 0.125).all()
+    draws = torch.stack([uniform_distinct(8, 128, 8, torch.device("cpu"))[1] for _ in range(400)])
+    distinct = np.mean([len(step.unique()) for step in draws])
+    assert distinct == pytest.approx(uniform_experts(PRESETS["north_mini_code"], 8), rel=0.02)
+
+
+def test_the_strategy_is_registered_under_the_name_that_the_environment_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SITE))
+    register_uniform()
+    simulator = sys.modules["vllm.model_executor.layers.fused_moe.router.routing_simulator_router"]
+    strategy = simulator.RoutingSimulator.strategies[vllm.STRATEGIES["uniform"]]
+    weights, ids = strategy.route_tokens(torch.zeros(3, 16), torch.zeros(3, 24), 4, torch.int32)
+    assert weights.shape == ids.shape == (3, 4) and ids.dtype == torch.int32
+    for name in [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_only_steps_of_the_batch_are_counted() -> None:
+    same, apart, prefill = torch.tensor([[0, 1], [0, 1]]), torch.tensor([[0, 1], [2, 3]]), torch.zeros(7, 2)
+    assert distinct_by_layer({1: [prefill, same, apart], 2: [same, same]}, 2) == [3.0, 2.0]
+    assert distinct_by_layer({1: [prefill]}, 2) == [] and distinct_by_layer({}, 2) == []
+
+
+# ---- the experiment, with the kernel's rows made up ----
+def kernel_rows(cfg: Config, within: RunFolder) -> list[Row]:
+    """Steps of half a millisecond and as many experts as uniform routing has."""
+    run = within.under(cfg)
+    rows = []
+    for batch in cfg.experiment.batches:
+        experts = uniform_experts(NANO_GEOMETRY, batch)
+        raw = raw_steps([0.5 + 0.001 * (i % 5) for i in range(24)], [experts] * len(NANO_GEOMETRY.sparse_layers))
+        context = [cfg.experiment.context] * batch
+        figures = step_figures(NANO_GEOMETRY, cfg.gpu, context, raw)
+        row = run.row(engine="cuda", dtype="bfloat16", batch=batch, context=context, checks={"equal": True}, **figures)
+        rows.append(run.append_row(row, raw))
+    return rows
+
+
+@pytest.fixture
+def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_throughput, "check", lambda cfg: None)
+    monkeypatch.setattr(decode_throughput, "run", kernel_rows)
+    monkeypatch.setattr("mk.step_figures.EXPERTS_AGREE", 0.1)  # nano has 4 expert layers: 32 steps say little
+
+
+def run_of(folder: Path) -> list[Row]:
+    (path,) = folder.glob("*-vllm_decode-*/rows.jsonl")
+    return read_rows(path)
+
+
+@pytest.mark.usefixtures("no_card")
+def test_rows_of_both_engines_for_both_routings_and_their_ratio(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert vllm_decode.main(config(f"run_dir={tmp_path}")) == 0
+    rows = run_of(tmp_path)
+    engines = [("cuda", 1), ("cuda", 2), ("vllm", 1), ("vllm", 2)]
+    for routing in ("uniform", "checkpoint"):
+        found = sorted((row.engine, row.batch) for row in rows if row.routing == routing)
+        assert found == engines
+    theirs = [row for row in rows if row.engine == "vllm"]
+    (raw_path,) = tmp_path.glob("*/raw.jsonl")
+    raw = read_raw(raw_path)
+    for row in theirs:
+        mine = next(r for r in rows if (r.engine, r.routing, r.batch) == ("cuda", row.routing, row.batch))
+        assert row.ratio_to == mine.digest and row.p50_ms and mine.p50_ms
+        assert row.ratio == pytest.approx(row.p50_ms / mine.p50_ms)
+        own = raw[row.raw_sha256 or ""]
+        again = median_ratio(own["step_ms"], own["kernel_step_ms"])
+        assert (row.ratio, row.ratio_low, row.ratio_high) == (again.ratio, again.low, again.high)
+        assert own["kernel_step_ms"] == raw[mine.raw_sha256 or ""]["step_ms"] and own["log"]
+        assert (row.version, row.moe_backend, row.kv, row.same_weights) == ("0.0.1", "TRITON", "prefilled", True)
+    out = capsys.readouterr().out
+    assert out.count("[") >= 4 and "missing" not in out and "attention_backend FLASH_ATTN 3" in out
+
+
+@pytest.mark.usefixtures("no_card")
+def test_no_ratio_where_experts_were_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "no_count")
+    assert vllm_decode.main(config(f"run_dir={tmp_path}", "experiment.routings=[uniform]")) == 0
+    theirs = [row for row in run_of(tmp_path) if row.engine == "vllm"]
+    assert [row.ratio for row in theirs] == [None, None] == [row.bytes_per_step for row in theirs]
+    assert all(row.checks == {"experts_counted": False} for row in theirs)
+    assert capsys.readouterr().out.count("no ratio: experts not counted") == 2
+
+
+@pytest.mark.usefixtures("no_card")
+def test_no_ratio_where_experts_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mk.step_figures.EXPERTS_AGREE", 1e-9)
+    assert vllm_decode.main(config(f"run_dir={tmp_path}", "experiment.routings=[uniform]")) == 0
+    two = next(row for row in run_of(tmp_path) if row.engine == "vllm" and row.batch == 2)
+    assert two.ratio is None and two.distinct_experts is not None
+
+
+@pytest.mark.usefixtures("no_card")
+def test_without_vllm_the_kernel_is_measured_and_the_table_says_how_to_install_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert vllm_decode.main(config(f"run_dir={tmp_path}", "baseline.vllm.site=null")) == 0
+    assert {row.engine for row in run_of(tmp_path)} == {"cuda"}
+    out = capsys.readouterr().out
+    assert "vLLM is missing" in out and "pip install vllm" in out and out.count("missing") == 5
+
+
+@pytest.mark.usefixtures("no_card")
+def test_a_vllm_that_fails_fails_the_run_but_not_the_kernels_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "dies")
+    assert vllm_decode.main(config(f"run_dir={tmp_path}", "experiment.routings=[uniform]")) == 1
+    assert len(run_of(tmp_path)) == 2 and "no kernel image" in capsys.readouterr().out
+
+
+def test_a_row_that_two_ways_of_timing_disagree_on_is_unstable() -> None:
+    steady = {"p10_ms": 1.0, "p50_ms": 1.01, "p90_ms": 1.02}
+    assert vllm_decode.unstable(steady, 1.02) is None
+    assert vllm_decode.unstable(steady, 0.5) == "TPOT by difference is -50% off p50"
+    assert vllm_decode.unstable(steady | {"p90_ms": 1.5}, 1.02) == "p90 is 1.50 x p10"
