@@ -393,6 +393,8 @@ class Core:
 
     def _finish(self, request: Request, why: str, error: str | None = None) -> None:
         if request.slot >= 0:
+            if self.cache:
+                self.cache.touch(request.hashes)
             self._vacate(request)
         else:
             self._queue = [entry for entry in self._queue if entry[1] is not request]

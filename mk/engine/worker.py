@@ -87,8 +87,8 @@ class Worker:
                     self._wake.wait()
                 inbox, self._inbox = self._inbox, []
                 stopping = self._stopping
-            for action in inbox:
-                action()
+            while inbox:  # nothing here refers to a request any more when the thread sleeps
+                inbox.pop(0)()
             if stopping:
                 self.core.fail_all("the server is shutting down")
                 self.snapshot = self._snapshot()
