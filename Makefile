@@ -36,8 +36,8 @@ test-agents: setup ## OpenCode, from npm, against the server with a scripted mod
 	@npm install --no-audit --no-fund --prefix build/agents opencode-ai@1.18.33
 	@$(VENV) -m pytest tests/test_agents.py -q $(ARGS)
 
-soak: setup ## 2,000 mixed requests against a server, a third of them broken off; make test runs a slice of it
-	@SOAK=10 $(VENV) -m pytest tests/test_soak.py -q --timeout 3600 $(ARGS)
+soak: setup ## 2,000 mixed requests to a scripted model, 120 to the interpreter, a third of them broken off, twice
+	@SOAK=10 $(VENV) -m pytest tests/test_soak.py -q -n auto --maxprocesses 4 --dist worksteal --timeout 3600 $(ARGS)
 
 lint: setup ## ruff, and mypy on mk/
 	@$(VENV) -m ruff check .

@@ -27,7 +27,7 @@ class Snapshot:
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
-    steps: int
+    steps: dict[int, int]  # by batch size
     preemptions: int
     finished: dict[str, int]
 
@@ -117,7 +117,7 @@ class Worker:
             totals.prompt_tokens,
             totals.cached_tokens,
             totals.generated_tokens,
-            totals.steps,
+            dict(totals.steps),
             totals.preemptions,
             dict(Counter(totals.finished)),
         )
