@@ -243,18 +243,18 @@ def interpreter_server(pages: int = 40, rows: int = 3, policy: Mapping[str, Any]
     plan = Plan(2, LAYER_WAVES, "row_owner")
     counts = {"full": pages, "sliding": pages}
     engine = MachineEngine(
-        weights(NANO_GEOMETRY), plan, rows, context=448, chunk=64, pages=counts, sizes=every_size(rows)
+        weights(NANO_GEOMETRY), plan, rows, context=704, chunk=64, pages=counts, sizes=every_size(rows)
     )
     return serving(engine=engine, policy={"chunk": 64, **(policy or {})})
 
 
-@pytest.mark.parametrize(("generated", "pages"), [(False, 40), (True, 96)], ids=["prompts cached", "answers too"])
+@pytest.mark.parametrize(("generated", "pages"), [(False, 40), (True, 160)], ids=["prompts cached", "answers too"])
 def test_soak_on_a_scripted_model(generated: bool, pages: int, figure: Callable[[str], None]) -> None:
     mix = Mix(100, (1, 5, 40, 150), long=600)
-    figure(f"soak, scripted: {soak(200 * TIMES, mix, generated, scripted_server, pages=pages, rows=24)}")
+    figure(f"soak, scripted: {soak(200 * TIMES, mix, generated, scripted_server, pages=pages, rows=32)}")
 
 
-@pytest.mark.parametrize(("generated", "pages"), [(False, 12), (True, 36)], ids=["prompts cached", "answers too"])
+@pytest.mark.parametrize(("generated", "pages"), [(False, 16), (True, 52)], ids=["prompts cached", "answers too"])
 def test_soak_on_the_interpreter(generated: bool, pages: int, figure: Callable[[str], None]) -> None:
-    mix = Mix(30, (1, 5, 40, 90), long=300)
-    figure(f"soak, interpreter: {soak(12 * TIMES, mix, generated, interpreter_server, pages=pages, rows=12)}")
+    mix = Mix(30, (1, 5, 40, 90), long=500)
+    figure(f"soak, interpreter: {soak(12 * TIMES, mix, generated, interpreter_server, pages=pages, rows=16)}")
