@@ -16,6 +16,7 @@ SMALL = [
     "experiment=serving_costs",
     "engine=interpreter",
     "experiment.conversations=2",
+    "experiment.context=60",
     "experiment.answer=70",
     "experiment.batches=[1,2]",
     "experiment.steps=2",
@@ -29,6 +30,8 @@ SMALL = [
 def few_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving_costs, "CHOICES", 2)
     monkeypatch.setattr(serving_costs, "VOCABULARY", 5000)
+    few = {name: serving_costs.OPTIONS[name] for name in ("greedy", "top_p 0.95", "logprobs 20", "min_p 0.1")}
+    monkeypatch.setattr(serving_costs, "OPTIONS", few)
 
 
 def run(tmp_path: Path, *overrides: str) -> tuple[int, list[Row]]:
@@ -48,7 +51,7 @@ def test_a_row_for_the_cache_and_one_for_every_option_and_batch(tmp_path: Path) 
     ]
     for row in options:
         assert row.wall_ms and row.steps == 2
-        on_host = row.sampling not in ("greedy", "temperature 1", "top_k 40", "top_p 0.95")
+        on_host = row.sampling in ("logprobs 20", "min_p 0.1")
         assert (row.choice_us is not None) == on_host
 
 
