@@ -32,12 +32,14 @@ serve: setup ## an OpenAI server: make serve [port=8000] [model=nano, a folder o
 test: setup ## all tests, on every core; those that need a GPU are skipped without one
 	@$(VENV) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
-test-agents: setup ## OpenCode, from npm, against the server with a scripted model
+test-agents: setup ## OpenCode (npm), Aider and lm_eval against the server, with a scripted model
 	@npm install --no-audit --no-fund --prefix build/agents opencode-ai@1.18.33
-	@$(VENV) -m pytest tests/test_agents.py -q $(ARGS)
+	@test -x build/agents/aider/bin/aider || { $(PYTHON) -m venv build/agents/aider && \
+	build/agents/aider/bin/pip install -q aider-chat==0.86.2; }
+	@$(VENV) -m pytest tests/test_agents.py tests/test_serving_lm_eval.py -q -rs $(ARGS)
 
-soak: setup ## 2,000 mixed requests against a server, a third of them broken off; make test runs a slice of it
-	@SOAK=10 $(VENV) -m pytest tests/test_soak.py -q --timeout 3600 $(ARGS)
+soak: setup ## 2,000 mixed requests to a scripted model, 120 to the interpreter, a third of them broken off, twice
+	@SOAK=10 $(VENV) -m pytest tests/test_soak.py -q -n auto --maxprocesses 4 --dist worksteal --timeout 3600 $(ARGS)
 
 lint: setup ## ruff, and mypy on mk/
 	@$(VENV) -m ruff check .

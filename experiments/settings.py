@@ -266,6 +266,25 @@ class Accuracy:
 
 
 @dataclass(slots=True)
+class ServingCosts:
+    name: str
+    conversations: int
+    context: int  # tokens of a prompt
+    answer: int  # tokens of each turn
+    batches: list[int]
+    steps: int  # timed
+    rounds: int  # of which the fastest counts
+
+    def __post_init__(self) -> None:
+        for key in ("conversations", "context", "answer", "steps", "rounds"):
+            require_at_least(f"experiment.{key}", getattr(self, key), 1)
+        if not self.batches:
+            raise MkError("experiment.batches is empty", hint="'experiment.batches=[1,8]'")
+        for batch in self.batches:
+            require_at_least("experiment.batches", batch, 1)
+
+
+@dataclass(slots=True)
 class Parity:
     name: str
     contexts: list[int]  # keys of each row at the first position that is compared

@@ -269,7 +269,8 @@ class ServerConfig:
     host: str
     port: int
     model_id: str | None  # what clients call the model; null: the folder's or the preset's name
-    slots: int  # requests that decode together
+    slots: int  # requests that decode together at most
+    batches: list[int]  # batch sizes that steps are built for besides that one; the smallest that suffices is taken
     context: int  # tokens of a request, prompt and answer
     kv_tokens: KVTokensConfig
     max_waiting: int  # requests in the queue; more are turned away
@@ -279,9 +280,16 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for key in ("slots", "context", "max_waiting", "deliver"):
             require_at_least(f"server.{key}", getattr(self, key), 1)
+        for size in self.batches:
+            require_at_least("server.batches", size, 1)
         require_at_least("server.drain_s", self.drain_s, 0)
         if not 1 <= self.port <= 65535:
             raise MkError(f"server.port={self.port} must lie in 1..65535", hint="server.port=8000")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Batch sizes, ascending, the last of them `slots`."""
+        return tuple(sorted({size for size in self.batches if size < self.slots} | {self.slots}))
 
 
 @dataclass(slots=True)

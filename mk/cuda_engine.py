@@ -17,7 +17,7 @@ from mk.host_ring import StepTokens
 from mk.interpreter import StepOutputs
 from mk.kv import KINDS, KVCache, PageAllocator, blocks_of, kv_layers, pages_for_contexts
 from mk.model.packing import PackedWeights
-from mk.programs import Plan, Programs, bucket_for
+from mk.programs import Plan, programs_by_size
 from mk.runtime import Runtime, unpack_keys, unpack_values
 from mk.sampling import SamplingParams
 from mk.schedule.lower import Program
@@ -81,20 +81,22 @@ class CudaEngine:
         products: str | None = None,
         device: str = "cuda",
         pages: Mapping[str, int] | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         """weights: on the CPU, where PyTorch's prefill reads them; the device gets its own copy. seed: orders pages.
 
         products: packed or torch, of the prefill in Triton; None = the one in PyTorch. pages: of each pool; None = as
-        many as `rows` contexts need. Raises MkError for a device, a library or a plan that does not fit.
+        many as `rows` contexts need. sizes: batch sizes that a step may have; None = `rows` alone. Raises MkError for a
+        device, a library or a plan that does not fit.
         """
         self.geometry = g = weights.geometry
         self.rows, self.context = rows, context
+        self.sizes = (rows,) if sizes is None else tuple(sizes)
         counts = pages or pages_for_contexts(g, rows, context, chunk, paged_chunk=products is not None, ahead=AHEAD)
         self.pages = PageAllocator(g, counts, rows, blocks_of(context), seed)
         copy = PackedWeights(weights.slots.to(device), weights.norms.to(device), weights.layout, g)
         self.runtime = Runtime(library, copy, counts, blocks_of(context), context, window_slots)
-        self.programs = Programs(g, rows, plan)
-        self.programs.get(bucket_for(1))  # a plan that cannot run is refused here, not in the middle of a decode
+        self.programs = programs_by_size(g, self.sizes, plan)
         self.program: Program | None = None
         self._prefill: TritonPrefill | HostPrefill
         if products is None:
@@ -172,7 +174,7 @@ class CudaEngine:
     ) -> list[int]:
         """Launches `steps` steps, without waiting for any; their numbers. `follows`: the last one queued, not read."""
         last = [length + steps - 1 if length else 0 for length in keys]
-        program = self.programs.fit(self.program, max(last), any(not params.greedy for params in sampling))
+        program = self.programs[len(keys)].fit(self.program, max(last), any(not params.greedy for params in sampling))
         if program is not self.program:
             self.program = program
             self.runtime.load(program)
@@ -192,7 +194,7 @@ class CudaEngine:
         """What the step left on the device, in the interpreter's terms."""
         self.runtime.finish()
         rt, g, active = self.runtime, self.geometry, np.array(keys) > 0
-        logits = np.where(active[:, None], rt["logits"][: self.rows, : g.vocab].cpu().numpy(), np.float32(np.nan))
-        ids = rt["route_ids"][:, : self.rows].cpu().numpy().astype(np.int64)
+        logits = np.where(active[:, None], rt["logits"][: len(keys), : g.vocab].cpu().numpy(), np.float32(np.nan))
+        ids = rt["route_ids"][:, : len(keys)].cpu().numpy().astype(np.int64)
         routed = {layer: np.where(active[:, None], ids[layer], -1) for layer in g.sparse_layers}
         return StepOutputs(found.tokens, found.status, logits, routed)

@@ -23,13 +23,13 @@ from mk.engine.scripted import Replies, ScriptedEngine
 from mk.errors import MkError
 from mk.host_ring import StepTokens
 from mk.interpreter import Machine, StepInputs, StepOutputs
-from mk.kv import KVCache, PageAllocator, blocks_of, pages_for_contexts
+from mk.kv import KINDS, KVCache, PageAllocator, blocks_of, pages_for_contexts
 from mk.model.geometry import SLOT_BYTES, Geometry
 from mk.model.opening import Model
 from mk.model.packing import PackedWeights
 from mk.model.reference import LayerOutput, ReferenceCache, reference_forward
 from mk.model.tensors import WeightSource, parameter_count
-from mk.programs import Plan, Programs, bucket_for
+from mk.programs import Plan, programs_by_size
 from mk.routing import Router, make_router
 from mk.sampling import SamplingParams, sample_row
 from mk.schedule.lower import Program
@@ -78,9 +78,14 @@ class Engine(Protocol):
 
 
 class PagedEngine(Engine, Protocol):
-    """An engine whose KV lies in pages: what continuous batching needs."""
+    """An engine whose KV lies in pages: what continuous batching needs.
+
+    sizes: batch sizes that it is built for, ascending, the last of them `rows`. A step has one row for each of the
+    first slots: `tokens`, `keys`, `sampling` and what comes out are of any one of these sizes.
+    """
 
     pages: PageAllocator
+    sizes: tuple[int, ...]
 
     def run(
         self,
@@ -123,19 +128,20 @@ class MachineEngine:
         router: Router | None = None,
         prefill: str = "torch",
         pages: Mapping[str, int] | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         """`seed` orders both the interleaving of the SMs and the pages handed out. prefill: torch, triton.
 
-        pages: of each pool; None = as many as `rows` contexts need.
+        pages: of each pool; None = as many as `rows` contexts need. sizes: as of `PagedEngine`; None = `rows` alone.
         """
         self.geometry = g = weights.geometry
         self.rows, self.context = rows, context
+        self.sizes = (rows,) if sizes is None else tuple(sizes)
         pages = pages or pages_for_contexts(g, rows, context, chunk, paged_chunk=prefill == "triton")
         self.kv = KVCache(g, pages["full"], pages["sliding"])
         self.pages = self.kv.allocator(rows, blocks_of(context), seed)
         self.machine = Machine(weights, self.kv, numerics, seed, router)
-        self.programs = Programs(g, rows, plan)
-        self.programs.get(bucket_for(1))  # a plan that cannot run is refused here, not in the middle of a decode
+        self.programs = programs_by_size(g, self.sizes, plan)
         self.program: Program | None = None
         self._prefill: TorchPrefill | InterpretedPrefill
         if prefill == "triton":
@@ -153,10 +159,11 @@ class MachineEngine:
         sampling: Sequence[SamplingParams],
         details: bool = True,
     ) -> StepOutputs:
-        self._fit(max(keys), any(not params.greedy for params in sampling))
+        self._fit(len(keys), max(keys), any(not params.greedy for params in sampling))
         self.pages.advance(keys)
+        table = {kind: self.pages.table[kind][: len(keys)] for kind in KINDS}
         try:
-            return self.machine.step(StepInputs(tokens, keys, self.pages.table, list(sampling)))
+            return self.machine.step(StepInputs(tokens, keys, table, list(sampling)))
         except MkError:
             self.program = None  # its counters stand somewhere in the middle of a step
             raise
@@ -183,9 +190,9 @@ class MachineEngine:
     def copy_in(self, kind: str, pages: Sequence[int], values: npt.NDArray[np.float32]) -> None:
         self.kv.pools[kind][list(pages)] = values
 
-    def _fit(self, longest: int, draws: bool) -> None:
-        """Change to a program that fits. Loading clears the counters, fed-back tokens stay."""
-        program = self.programs.fit(self.program, longest, draws)
+    def _fit(self, rows: int, longest: int, draws: bool) -> None:
+        """Change to a program that fits. Loading clears counters; fed-back tokens stay while the batch size does."""
+        program = self.programs[rows].fit(self.program, longest, draws)
         if program is not self.program:
             self.program = program
             self.machine.load(program)
@@ -339,18 +346,22 @@ def make_paged_engine(
     context: int,
     pages: Mapping[str, int] | None,
     progress: Callable[[int, int], None] | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> PagedEngine:
     """As `make_engine`, of the engines that page their KV. pages: of each pool; None = as many as `rows` contexts need.
 
-    The scripted engine needs to be told.
+    The scripted engine needs to be told. sizes: as of `PagedEngine`; None = `rows` alone, and so it is for a routing
+    mode, which draws for the whole batch.
     """
     _check(config, model, rows, context)
+    if sizes is None or config.routing.name != "checkpoint":
+        sizes = (rows,)
     name = engine_name(config, model.geometry, rows)
     if name == "cuda":
-        return _cuda_engine(config, model, rows, context, pages, progress)
+        return _cuda_engine(config, model, rows, context, pages, progress, sizes)
     if name == "scripted" and pages is not None:
         script = Replies.from_file(model.tokenizer, Path(config.engine.script or ""))
-        return ScriptedEngine(model.geometry, script, rows, context, pages)
+        return ScriptedEngine(model.geometry, script, rows, context, pages, sizes=sizes)
     if name != "interpreter":
         raise MkError(f"engine={name} has no paged KV", hint="engine=interpreter")
     return MachineEngine(
@@ -364,6 +375,7 @@ def make_paged_engine(
         make_router(config.routing, model.geometry, rows),
         config.prefill.name,
         pages,
+        sizes,
     )
 
 
@@ -397,6 +409,7 @@ def _cuda_engine(
     context: int,
     pages: Mapping[str, int] | None,
     progress: Callable[[int, int], None] | None,
+    sizes: Sequence[int],
 ) -> CudaEngine:
     plan = card_plan(config)
     library = build_for(config, model.geometry, plan.splits)
@@ -411,4 +424,5 @@ def _cuda_engine(
         window_slots=window,
         products=config.prefill.products,
         pages=pages,
+        sizes=sizes,
     )

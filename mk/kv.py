@@ -198,12 +198,12 @@ class PageAllocator:
         self.free_pages[kind].append(page)
         return True
 
-    def move(self, slot: int, to: int) -> None:
-        """Give a slot's pages to another, empty one."""
+    def swap(self, slot: int, other: int) -> None:
+        """Exchange the sequences of two slots, either of which may be empty. No page moves."""
         for kind in KINDS:
-            self.table[kind][to] = self.table[kind][slot]
-            self.table[kind][slot] = ABSENT
-            self._end[kind][to], self._end[kind][slot] = self._end[kind][slot], 0
+            table, end = self.table[kind], self._end[kind]
+            table[[slot, other]] = table[[other, slot]]
+            end[slot], end[other] = end[other], end[slot]
 
     def free(self, slot: int) -> None:
         """Give back every page of a slot; its next sequence starts empty."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mk.config import Config
@@ -82,6 +83,16 @@ class Plan:
         return lower(shape, order, self.placement, Earliest(shape, self.costs))
 
 
+def programs_by_size(geometry: Geometry, sizes: Sequence[int], plan: Plan) -> dict[int, Programs]:
+    """The programs of several batch sizes, each with its first one made. Raises MkError for a plan that cannot run."""
+    if list(sizes) != sorted(set(sizes)) or not sizes or sizes[0] < 1:
+        raise MkError(f"batch sizes {list(sizes)} must ascend from 1 or more")
+    found = {size: Programs(geometry, size, plan) for size in sizes}
+    for programs in found.values():
+        programs.get(SMALLEST_BUCKET)  # refused here, not in the middle of a decode
+    return found
+
+
 @dataclass(slots=True)
 class Programs:
     """The programs of one model, batch size and plan."""
@@ -103,7 +114,12 @@ class Programs:
         return self._made[bucket, draws]
 
     def fit(self, current: Program | None, keys: int, draws: bool) -> Program:
-        """`current` where it holds `keys` keys and samples as asked, otherwise the program to change to."""
-        if current is not None and keys <= current.shape.bucket and draws == current.shape.draws:
+        """`current` where it is of this batch, holds `keys` keys and samples as asked, else the one to change to."""
+        if (
+            current is not None
+            and current.shape.rows == self.rows
+            and keys <= current.shape.bucket
+            and draws == current.shape.draws
+        ):
             return current
         return self.get(max(bucket_for(keys), current.shape.bucket if current else 0), draws)

@@ -148,6 +148,9 @@ class Row:
     nll_float32: float | None = None
     nll_error: float | None = None  # |nll - float32's| of a position, median
     nll_error_bf16: float | None = None
+    logprob_shift: float | None = None  # of a token behind a hit on generated blocks from that of a cold prompt, mean
+    logprob_shift_most: float | None = None  # the same, of one token
+    choice_us: float | None = None  # on the host, from logits of 262,144 tokens; left out where the engine chooses
     equal_tokens: int | None = None  # before the first difference from the oracle of `checks`, all rows together
     version: str | None = None  # of a baseline
     attention_backend: str | None = None  # as a baseline's log says it was resolved; so are the next four

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from mk.build import Library
@@ -126,7 +127,8 @@ class Runtime:
         self.launched = 0  # steps in all
         self._room: int | None = None  # steps whose contexts have been checked to have pages, where they advance
         self._buffers: dict[str, torch.Tensor] = {}
-        self._tables: dict[str, Blocks] = {}
+        self._tables = {kind: np.full((MAX_ROWS, max_blocks), -1, np.int32) for kind in KINDS}  # as the device has them
+        self._lists: dict[int, tuple[Program, torch.Tensor, torch.Tensor]] = {}  # words, offsets of those loaded so far
         self.params = StepParams()
         self.params.window_slots = window_slots
         self.params.time_limit_ns = int(time_limit_s * 1e9)
@@ -198,8 +200,12 @@ class Runtime:
         counters = np.zeros((max(1, len(steps)), COUNTER_STRIDE), np.uint32)
         counters[: len(steps), 0] = (steps * epoch) & 0xFFFFFFFF
         with torch.cuda.stream(self.stream):
-            self._own("words", torch.from_numpy(program.words).to(self.device))
-            self._own("offsets", torch.from_numpy(program.offsets).to(self.device))
+            if id(program) not in self._lists:  # megabytes: a batch size that comes back must not wait for them
+                words, offsets = (torch.from_numpy(part).to(self.device) for part in (program.words, program.offsets))
+                self._lists[id(program)] = program, words, offsets
+            _, words, offsets = self._lists[id(program)]
+            self._own("words", words)
+            self._own("offsets", offsets)
             self._own("counters", torch.from_numpy(counters.view(np.int32)).to(self.device))
             self._own("queues", torch.zeros(2, queues, dtype=torch.int32, device=self.device))
             self["candidate_value"].fill_(float("-inf"))  # of SMs that get no strip of the head
@@ -211,20 +217,24 @@ class Runtime:
         self.program, self.epoch = program, epoch
 
     def set_tables(self, tables: Mapping[str, Blocks]) -> None:
-        """Page tables of the batch: kind -> int32 [rows, blocks], as `PageTable.table` holds them. -1 = no page."""
-        with torch.cuda.stream(self.stream):
-            for kind in KINDS:
-                table = np.full((MAX_ROWS, self.max_blocks), -1, np.int32)
-                rows, blocks = tables[kind].shape
-                if rows > MAX_ROWS or blocks > self.max_blocks:
-                    raise MkError(f"a {kind} page table of {rows} x {blocks} exceeds {MAX_ROWS} x {self.max_blocks}")
-                table[:rows, :blocks] = tables[kind]
-                if kind in self._tables and np.array_equal(table, self._tables[kind]):
-                    continue  # as the device has it
-                if table.max(initial=-1) >= len(self[f"pool_{kind}"]):
-                    raise MkError(f"the {kind} page table names page {table.max()} of {len(self[f'pool_{kind}'])}")
-                self._upload(f"table_{kind}", torch.from_numpy(table))
-                self._tables[kind] = table
+        """Page tables of the batch: kind -> int32 [rows, blocks], as `PageTable.table` holds them. -1 = no page.
+
+        Only what changed since the last call goes to the device. Raises MkError for a table or a page that it lacks.
+        """
+        for kind in KINDS:
+            table = np.full((MAX_ROWS, self.max_blocks), -1, np.int32)
+            rows, blocks = tables[kind].shape
+            if rows > MAX_ROWS or blocks > self.max_blocks:
+                raise MkError(f"a {kind} page table of {rows} x {blocks} exceeds {MAX_ROWS} x {self.max_blocks}")
+            table[:rows, :blocks] = tables[kind]
+            changed = np.flatnonzero(table != self._tables[kind])
+            if not len(changed):
+                continue
+            pages = table.reshape(-1)[changed]
+            if pages.max() >= len(self[f"pool_{kind}"]):
+                raise MkError(f"the {kind} page table names page {pages.max()} of {len(self[f'pool_{kind}'])}")
+            self._change(f"table_{kind}", changed, pages)
+            self._tables[kind] = table
 
     def set_sequences(
         self,
@@ -381,6 +391,15 @@ class Runtime:
         """Stream-ordered copy into a buffer. From page-locked memory, so that the host need not wait for the stream."""
         source = values.pin_memory() if self.device.type == "cuda" else values
         self[name].copy_(source, non_blocking=True)
+
+    def _change(self, name: str, places: npt.NDArray[np.int64], values: Blocks) -> None:
+        """Stream-ordered change of some elements of a buffer, by their flat index; one copy, as `_upload`'s."""
+        both = torch.from_numpy(np.stack([places, values.astype(np.int64)]))
+        source = both.pin_memory() if self.device.type == "cuda" else both
+        with torch.cuda.stream(self.stream):
+            moved = source.to(self.device, non_blocking=True)
+            buffer = self[name]
+            buffer.view(-1).scatter_(0, moved[0], moved[1].to(buffer.dtype))
 
     # ---- KV pages ----
 

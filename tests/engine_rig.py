@@ -31,14 +31,19 @@ def successor(history: Sequence[int]) -> Mapping[int, float]:
     return {10 + value % 200: SURE, 10 + value % 200 + 1: SURE - 2}
 
 
+def every_size(rows: int) -> list[int]:
+    """Batch sizes to change between: powers of two, and all rows."""
+    return sorted({2**power for power in range(rows.bit_length()) if 2**power < rows} | {rows})
+
+
 def interpreted(rows: int = 3, pages: Mapping[str, int] | None = None, seed: int = 0) -> MachineEngine:
-    return MachineEngine(
-        weights(), PLAN, rows, CONTEXT, chunk=32, seed=seed, pages=pages or {"full": 24, "sliding": 24}
-    )
+    pages = pages or {"full": 24, "sliding": 24}
+    return MachineEngine(weights(), PLAN, rows, CONTEXT, chunk=32, seed=seed, pages=pages, sizes=every_size(rows))
 
 
 def scripted(script: Any = successor, rows: int = 3, pages: Mapping[str, int] | None = None) -> ScriptedEngine:
-    return ScriptedEngine(GEOMETRY, script, rows, CONTEXT, pages or {"full": 24, "sliding": 24}, seed=1)
+    pages = pages or {"full": 24, "sliding": 24}
+    return ScriptedEngine(GEOMETRY, script, rows, CONTEXT, pages, seed=1, sizes=every_size(rows))
 
 
 POLICY: dict[str, Any] = {

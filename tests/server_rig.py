@@ -28,7 +28,7 @@ from mk.server.generation import Service
 from mk.server.grammar import Grammars
 from mk.server.launch import Server, listen
 from mk.server.metrics import Metrics
-from tests.engine_rig import POLICY
+from tests.engine_rig import POLICY, every_size
 from tests.interpreter_rig import NANO_GEOMETRY
 
 TOKENIZER: Tokenizer = load_tokenizer(NANO)
@@ -120,7 +120,9 @@ def serving(
     replies = Replies(TOKENIZER, [])
     if engine is None:
         counts = {"full": pages, "sliding": pages}
-        engine = ScriptedEngine(NANO_GEOMETRY, lambda history: served(history), rows, CONTEXT, counts)
+        engine = ScriptedEngine(
+            NANO_GEOMETRY, lambda history: served(history), rows, CONTEXT, counts, sizes=every_size(rows)
+        )
     chosen = {**POLICY, "chunk": 256, "deliver": deliver, **(policy or {})}
     worker = Worker(Core(engine, TOKENIZER.eos, Policy(**chosen)))
     settings = {"context": engine.context, "max_waiting": 200, "defaults": {"temperature": 0.0}, **service}

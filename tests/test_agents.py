@@ -1,6 +1,7 @@
-"""A real coding agent against the server: OpenCode writes a file and runs it, as a scripted model tells it to.
+"""Real agents against the server: OpenCode writes a file and runs it, Aider edits one, as a scripted model tells them
+to.
 
-`make test-agents` installs it; elsewhere this is skipped.
+`make test-agents` installs the agents; elsewhere they are skipped.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,15 +20,44 @@ from mk.engine.scripted import Replies, Reply, ScriptedEngine
 from tests.interpreter_rig import NANO_GEOMETRY
 from tests.server_rig import TOKENIZER, action, serving, thought
 
-AGENT = Path(__file__).resolve().parent.parent / "build" / "agents" / "node_modules" / ".bin" / "opencode"
-CONTEXT = 65536  # nano's tokens are short, and the agent's instructions are long
+INSTALLED = Path(__file__).resolve().parent.parent / "build" / "agents"
+OPENCODE = INSTALLED / "node_modules" / ".bin" / "opencode"
+AIDER = INSTALLED / "aider" / "bin" / "aider"
+CONTEXT = 65536  # nano's tokens are short, and an agent's instructions are long
 
 
-def test_opencode_writes_a_file_and_runs_it(tmp_path: Path) -> None:
-    if not AGENT.exists():
-        pytest.skip("OpenCode is not installed: make test-agents")
-    project = tmp_path / "project"
-    project.mkdir()
+def scripted(replies: Sequence[Reply]) -> Any:
+    """A server for one agent."""
+    pages = {"full": 2 * CONTEXT // 64, "sliding": 1024}
+    return serving(engine=ScriptedEngine(NANO_GEOMETRY, Replies(TOKENIZER, replies), 4, CONTEXT, pages))
+
+
+def run(command: Sequence[str | Path], folder: Path, more: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """An agent in a project's folder, with a home of its own."""
+    home = {key: str(folder.parent / key) for key in ("HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME")}
+    for path in home.values():
+        Path(path).mkdir()
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **home, "PWD": str(folder), **more},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    subprocess.run(["git", "init", "-q", str(folder)], check=True)
+    return folder
+
+
+@pytest.mark.skipif(not OPENCODE.exists(), reason="OpenCode is not installed: make test-agents")
+def test_opencode_writes_a_file_and_runs_it(project: Path) -> None:
     script = project / "hello.py"
     write = ("write", {"filePath": str(script), "content": "print(6 * 7)\n"})
     execute = ("bash", {"command": f"python3 {script}", "description": "run it"})
@@ -35,28 +67,39 @@ def test_opencode_writes_a_file_and_runs_it(tmp_path: Path) -> None:
         Reply("Wrote file", "I run it.<|END_THINKING|>" + action(execute)),
         Reply("42", thought("Good.", "It printed 42.")),
     ]
-    pages = {"full": 2 * CONTEXT // 64, "sliding": 1024}
-    engine = ScriptedEngine(NANO_GEOMETRY, Replies(TOKENIZER, replies), 4, CONTEXT, pages)
-    with serving(engine=engine) as served:
+    with scripted(replies) as served:
         allowed = {"edit": "allow", "bash": "allow", "external_directory": "allow"}
         settings = {**opencode(served.url, served.service), "permission": allowed}
         (project / "opencode.json").write_text(json.dumps(settings))
-        subprocess.run(["git", "init", "-q", str(project)], check=True)
-        home = {key: str(tmp_path / key) for key in ("HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME")}
-        for folder in home.values():
-            Path(folder).mkdir()
-        home["OPENCODE_CONFIG"] = str(project / "opencode.json")
-        quiet = {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}
-        ran = subprocess.run(
-            [AGENT, "run", "make hello.py and run it"],
-            cwd=project,
-            env={**os.environ, **home, **quiet, "PWD": str(project)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=90,
-        )
+        more = {
+            "OPENCODE_CONFIG": str(project / "opencode.json"),
+            "OPENCODE_DISABLE_AUTOUPDATE": "1",
+            "OPENCODE_DISABLE_MODELS_FETCH": "1",
+        }
+        ran = run([OPENCODE, "run", "make hello.py and run it"], project, more)
         served.assert_idle()
     assert ran.returncode == 0 and script.exists(), ran.stdout + ran.stderr
     assert script.read_text() == "print(6 * 7)\n" and "It printed 42." in ran.stdout
     assert served.service.worker.core.totals.cached_tokens > 10_000  # turns begin with what the last one held
+
+
+@pytest.mark.skipif(not AIDER.exists(), reason="Aider is not installed: make test-agents")
+def test_aider_edits_a_file(project: Path) -> None:
+    greeting = project / "greet.py"
+    greeting.write_text('print("hello")\n')
+    edit = 'greet.py\n```\nprint("good evening")\n```\n'
+    with scripted([Reply("a greeting for the evening", thought("One line.", edit))]) as served:
+        options = [
+            "--no-check-update",
+            "--analytics-disable",
+            "--no-show-model-warnings",
+            "--no-stream",
+            "--yes-always",
+        ]
+        model = ["--model", "openai/nano", "--edit-format", "whole", "--map-tokens", "0"]
+        message = ["--message", "print a greeting for the evening", greeting]
+        more = {"OPENAI_API_BASE": f"{served.url}/v1", "OPENAI_API_KEY": "none", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        ran = run([AIDER, *options, *model, *message], project, more)
+        served.assert_idle()
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert greeting.read_text() == 'print("good evening")\n', ran.stdout + ran.stderr

@@ -74,7 +74,7 @@ def test_rows_are_sampled_by_their_own_parameters(engine: CudaEngine) -> None:
         expected = [sample_row(*row) for row in zip(logits, params, (6, 8), strict=True)]
         assert engine.step([9, 8], [6, 8], params).tokens.tolist() == expected
         assert engine.program is not None and engine.program.shape.draws == draws
-    assert len({id(engine.programs.get(256, draws)) for draws in (False, True)}) == 2
+    assert len({id(engine.programs[engine.rows].get(256, draws)) for draws in (False, True)}) == 2
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(1.0, 50, 0.9, seed=8)])

@@ -249,8 +249,8 @@ def test_engines_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     config = load_config([*axes, "schedule=work_stealing", "schedule.moe_claimers=3", "placement=round_robin"])
     model = open_model(config.model, config.weights, tmp_path)
     engine = make_engine(config, model, 2, 100)
-    assert isinstance(engine, MachineEngine) and engine.programs.plan.moe_claimers == 3
-    assert engine.programs.plan.attention_claimers == config.schedule.attention_claimers
+    assert isinstance(engine, MachineEngine) and engine.programs[engine.rows].plan.moe_claimers == 3
+    assert engine.programs[engine.rows].plan.attention_claimers == config.schedule.attention_claimers
     with pytest.raises(MkError, match="a context of 1025 tokens exceeds the model's max_positions=1024"):
         make_engine(config, model, 2, 1025)
     config = load_config([*axes, "engine=reference"])

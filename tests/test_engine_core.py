@@ -155,6 +155,36 @@ def test_a_hit_on_generated_blocks_is_the_conversation_going_on() -> None:
     assert third.request.cached == 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_that_was_evicted_in_part_is_replaced_as_a_whole(kind: str) -> None:
+    """What is computed again takes both kinds' places: later turns do not read one kind from before, one from after."""
+
+    def third_turn(evicted: Sequence[str]) -> Answer:
+        engine = core(interpreted(rows=2))
+        assert engine.cache is not None
+        run(engine, first := Answer(prompt(60, 6), 69))
+        for name in evicted:
+            engine.cache.evict(name, 1)  # of the two blocks the last
+        run(engine, second := Answer([*first.request.history(), 20, 21], 1))
+        assert second.request.cached == 64
+        run(engine, third := Answer([*second.request.history(), 22], 8, logprobs=0))
+        assert third.request.cached == 128
+        return third
+
+    assert third_turn([kind]).sampled == third_turn(KINDS).sampled
+
+
+def test_a_chain_is_evicted_from_its_end() -> None:
+    engine = core(scripted(rows=1))
+    assert engine.cache is not None
+    run(engine, first := Answer(prompt(200, 1), 60))
+    for left in (3, 2, 1, 0):
+        for kind in KINDS:
+            engine.cache.evict(kind, engine.cache.evictable(kind) - left)
+        run(engine, again := Answer(first.request.prompt, 1))
+        assert again.request.cached == 64 * left
+
+
 def test_eviction_makes_room_and_keeps_what_is_shared() -> None:
     engine = core(scripted(rows=2, pages={"full": 6, "sliding": 8}))
     for seed in range(12):

@@ -16,7 +16,7 @@ from mk.programs import Plan
 from mk.sampling import SamplingParams
 from mk.splits import SplitPolicy
 from tests.device_rig import FakeLibrary, fake_build, fake_device, next_logits
-from tests.engine_rig import CONTEXT, Answer, core, finish, prompt, run
+from tests.engine_rig import CONTEXT, Answer, core, every_size, finish, prompt, run
 from tests.interpreter_rig import GEOMETRY, NANO_GEOMETRY, weights
 
 __all__ = ["fake_device"]
@@ -41,7 +41,9 @@ def answers() -> list[Answer]:
 def stand_in(device: FakeLibrary, rows: int, pages: dict[str, int]) -> CudaEngine:
     plan = Plan(6, LAYER_WAVES, "row_owner", splits=SPLITS)
     library = fake_build(GEOMETRY, SPLITS)
-    made = CudaEngine(weights(), library, plan, rows, CONTEXT, chunk=32, device="cpu", pages=pages)
+    made = CudaEngine(
+        weights(), library, plan, rows, CONTEXT, chunk=32, device="cpu", pages=pages, sizes=every_size(rows)
+    )
     device.runtime = made.runtime
     return made
 
@@ -95,7 +97,10 @@ def on_card(library: Any, rows: int, products: str | None, pages: dict[str, int]
 
     plan = Plan(DeviceFacts.read().sms, LAYER_WAVES, "row_owner", splits=SPLITS)
     counts = pages or {"full": 64, "sliding": 64}
-    return CudaEngine(weights(NANO_GEOMETRY), library, plan, rows, 320, 64, products=products, pages=counts)
+    sizes = every_size(rows)
+    return CudaEngine(
+        weights(NANO_GEOMETRY), library, plan, rows, 320, 64, products=products, pages=counts, sizes=sizes
+    )
 
 
 def same(found: Sequence[Answer], expected: Sequence[Answer]) -> bool:
@@ -122,6 +127,27 @@ def test_on_a_card_company_chunks_preemption_and_hits_change_no_bit(library: Any
 
 
 @pytest.mark.gpu
+def test_on_a_card_a_change_of_batch_size_costs_little(library: Any, figure: Callable[[str], None]) -> None:
+    """Steps of batch 1 and 4 in turn, against as many of either in a row; programs lie on the device by then."""
+    engine = on_card(library, 4, "packed")
+    for row in range(4):
+        engine.prefill(row, prompt(20, row))
+
+    def per_step(sizes: Sequence[int]) -> float:
+        started = time.perf_counter()
+        for _ in range(50):
+            for size in sizes:
+                engine.step([5] * size, [21] * size, [SamplingParams()] * size, details=False)
+        return (time.perf_counter() - started) / 50 / len(sizes) * 1e6
+
+    per_step((1, 4))
+    kept = (per_step((1, 1)) + per_step((4, 4))) / 2
+    changed = per_step((1, 4))
+    figure(f"nano on a card: {kept:.0f} us a step, {changed:.0f} us where each changes the batch size")
+    assert changed < kept + 2000
+
+
+@pytest.mark.gpu
 def test_on_a_card_runs_keep_the_device_busy(library: Any, figure: Callable[[str], None]) -> None:
     """The scheduler's steps against the engine's own, nano, batch 4: the same launches, read in the same way."""
     engine = on_card(library, 4, "packed")
@@ -144,9 +170,9 @@ def test_on_a_card_runs_keep_the_device_busy(library: Any, figure: Callable[[str
             scheduler.submit(Answer(prompt(20, row), steps + 1, ignore_eos=True).request)
         while any(r is None or not r.tokens for r in scheduler.slots):
             scheduler.tick()
-        before, started = scheduler.totals.steps, time.perf_counter()
+        before, started = scheduler.totals.steps.total(), time.perf_counter()
         finish(scheduler)
-        return (time.perf_counter() - started) * steps / (scheduler.totals.steps - before)
+        return (time.perf_counter() - started) * steps / (scheduler.totals.steps.total() - before)
 
     own(), served()  # programs are lowered, verified and loaded
     times = [(own(), served()) for _ in range(3)]

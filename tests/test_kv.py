@@ -118,6 +118,26 @@ def test_freed_pages_are_used_again() -> None:
     assert held(pages, "full", 2) == [0] and held(pages, "sliding", 2) == [0]
 
 
+@pytest.mark.parametrize("other", [1, 2], ids=["of another sequence", "an empty one"])
+def test_slots_exchange_their_sequences(other: int) -> None:
+    """Every page stays where it is, and either sequence goes on as if it had always been in its slot."""
+    pages = allocator()
+    pages.reserve(0, 200)
+    pages.release_window(0, 200)
+    pages.reserve(1, 65)
+    before = {kind: pages.table[kind].copy() for kind in KINDS}
+    pages.swap(0, other)
+    for kind in KINDS:
+        assert np.array_equal(pages.table[kind][[0, other]], before[kind][[other, 0]])
+    check(pages)
+    sliding = held(pages, "sliding", other)
+    pages.reserve(other, 257)
+    assert held(pages, "full", other) == list(range(5)) and held(pages, "sliding", other) == [*sliding, 4]
+    pages.free(other)
+    assert held(pages, "full", other) == [] and (held(pages, "full", 0) == [0, 1]) == (other == 1)
+    check(pages)
+
+
 def test_too_little_memory_is_named_and_changes_nothing() -> None:
     pages = allocator(full=5, sliding=3)
     pages.reserve(0, 100)

@@ -30,6 +30,27 @@ def test_the_rows_of_the_cpu_table_are_one_clean_run_that_agreed_with_transforme
     assert rows[0].env["device"] in TEXT and rows[0].env["torch"].split("+")[0] in TEXT
 
 
+def test_what_serving_costs_is_the_rows() -> None:
+    cache, *options = read_rows(ROOT / "results" / "cpu" / "serving_costs.jsonl")
+    assert f"over {cache.positions} tokens" in TEXT and cache.checks == {"generated_blocks_hit": True}
+    assert f"{cache.logprob_shift:.1e} on average and {cache.logprob_shift_most:.1e} at most" in TEXT
+    told = {
+        "logit_bias": "logit_bias {} us",
+        "penalties": "penalties {}",
+        "min_p 0.1": "min-p {}",
+        "logprobs 0": "logprobs {},",
+        "logprobs 20": "alternatives {};",
+        "top_p 0.95, penalties, logprobs 20": "tokens, {}.",
+    }
+    found = {row.sampling: row.choice_us for row in options if row.choice_us is not None}
+    assert set(found) == set(told)
+    for option, text in told.items():
+        assert text.format(f"{found[option]:,.0f}") in TEXT, option
+    times = [row.wall_ms or 0 for row in options]
+    assert f"({min(times):.0f} to\n  {max(times):.0f} ms, batch 1 and 8)" in TEXT
+    assert {row.commit for row in (cache, *options)} == {cache.commit} and "dirty" not in cache.commit
+
+
 def test_the_map_names_what_is_there() -> None:
     table = TEXT[TEXT.index("## How it fits together") : TEXT.index("## Choosing a plan")]
     places = re.findall(r"`([\w/]+(?:/|\.py))`", table)

@@ -100,7 +100,7 @@ SHARED = (
         "repetition_penalty",
         2,
         lambda a, b: len(set(text(b).split())) == 6 > len(set(text(a).split())),
-        (0, -1, *NUMBERS),
+        (0, -1, 1e-50, *NUMBERS),
         GREEDY,
     ),
     Row(

@@ -14,7 +14,7 @@ from mk.errors import MkError
 from mk.graph import LAYER_WAVES
 from mk.interpreter import Status
 from mk.isa import NONE, Word
-from mk.kv import PageAllocator
+from mk.kv import KINDS, PageAllocator
 from mk.model.packing import PackedWeights
 from mk.programs import Plan
 from mk.runtime import Runtime, StepAborted
@@ -131,6 +131,38 @@ def test_sequences_need_a_program_room_and_pages(runtime: Runtime) -> None:
     pages.table["full"][0, 1] = 40
     with pytest.raises(MkError, match="the full page table names page 40 of 40"):
         runtime.set_tables(pages.table.table)
+
+
+def test_only_what_changed_in_a_page_table_goes_up(runtime: Runtime) -> None:
+    rng = np.random.default_rng(4)
+    table = {kind: np.full((2, 4), -1, np.int32) for kind in KINDS}
+    for _ in range(50):
+        for kind in KINDS:
+            for _ in range(int(rng.integers(4))):
+                table[kind][tuple(rng.integers((2, 4)))] = rng.integers(-1, PAGES[kind])
+        runtime.set_tables(table)
+        for kind in KINDS:
+            device = runtime[f"table_{kind}"].numpy()
+            assert (
+                np.array_equal(device[:2, :4], table[kind]) and (device[2:] == -1).all() and (device[:, 4:] == -1).all()
+            )
+    runtime["table_full"][1, 2] = 77  # as nobody told it to
+    table["full"][0, 3] = (table["full"][0, 3] + 1) % PAGES["full"]
+    runtime.set_tables(table)
+    assert runtime["table_full"][1, 2] == 77 and runtime["table_full"][0, 3] == table["full"][0, 3]
+    runtime.set_tables({kind: table[kind][:1] for kind in KINDS})  # a row that is left out has no pages
+    assert (runtime["table_full"][1, [0, 1, 3]] == -1).all()
+
+
+def test_a_program_that_is_loaded_again_lies_on_the_device(runtime: Runtime) -> None:
+    one, two = program(rows=1), program(rows=2)
+    runtime.load(one)
+    words = runtime["words"]
+    runtime.load(two)
+    assert runtime["words"] is not words and runtime.params.words == runtime["words"].data_ptr()
+    runtime.load(one)
+    assert runtime["words"] is words and runtime.params.words == words.data_ptr()
+    assert (runtime.params.rows, runtime.program) == (1, one)
 
 
 def test_pages_that_left_the_window_may_be_gone(runtime: Runtime) -> None:

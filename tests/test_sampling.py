@@ -19,7 +19,7 @@ from mk.noise import (
     philox4x32,
     token_masses,
 )
-from mk.sampling import NO_TOKEN, SamplingParams, candidates, noisy_scores, sample_row
+from mk.sampling import NO_TOKEN, SamplingParams, candidates, needed_mass, noisy_scores, sample_row
 
 Floats = npt.NDArray[np.float32]
 
@@ -223,3 +223,25 @@ def test_parameters_out_of_range_are_named(field: str, value: float) -> None:
     with pytest.raises(MkError, match=f"^sampling.{field}=") as caught:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("rounded", [False, True], ids=["distinct", "ties"])
+@pytest.mark.parametrize("cut", [{"top_p": 0.3}, {"top_p": 0.95}, {"top_p": 0.9999}, {"top_k": 5}, {"top_k": 3000}])
+def test_a_large_vocabulary_is_cut_as_by_sorting_all_of_it(cut: dict[str, float], rounded: bool) -> None:
+    for scale in (0.5, 3.0, 12.0):
+        logits = np.random.default_rng(7).standard_normal(40_000).astype(np.float32) * np.float32(scale)
+        if rounded:
+            logits = np.round(logits)
+        params = SamplingParams(temperature=1.0, **cut)  # type: ignore[arg-type]
+        order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+        if params.top_k:
+            expected = order[: params.top_k]
+        else:
+            mass = token_masses(logits, logits.max(), 1.0)
+            need, held, expected = needed_mass(int(mass.sum()), params.top_p), 0, []
+            for token in order:
+                if held >= need:
+                    break
+                expected.append(token)
+                held += int(mass[token])
+        assert np.flatnonzero(candidates(logits, params)).tolist() == sorted(expected)

@@ -56,7 +56,7 @@ class Totals:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of them, how many the prefix cache had
     generated_tokens: int = 0
-    steps: int = 0
+    steps: Counter[int] = field(default_factory=Counter)  # of decode, by batch size
     preemptions: int = 0
     finished: Counter[str] = field(default_factory=Counter)  # by reason
 
@@ -312,10 +312,11 @@ class Core:
         for request in requests:
             if request.phase is Phase.DECODE:  # not preempted for an earlier one
                 self._reserve(request, request.context)
-        batch = [(slot, r) for slot, r in enumerate(self.slots) if r is not None and r.phase is Phase.DECODE]
-        if not batch:
+        decoding = [request for request in requests if request.phase is Phase.DECODE]
+        if not decoding:
             return
-        rows = self.engine.rows
+        rows = self._gather(decoding)
+        batch = sorted(((request.slot, request) for request in decoding), key=lambda entry: entry[0])
         tokens, keys, sampling = [0] * rows, [0] * rows, [GREEDY] * rows
         on_host = {slot: needs_logits(request, self._ends(request)) for slot, request in batch}
         for slot, request in batch:
@@ -334,6 +335,24 @@ class Core:
                 if self.interrupted() or any(request.phase is Phase.FINISHED for _, request in batch):
                     break
 
+    def _gather(self, decoding: Sequence[Request]) -> int:
+        """Move requests into the first slots, as many as the smallest built batch that holds them has; its size."""
+        rows = next(size for size in self.engine.sizes if size >= len(decoding))
+        taken = {request.slot for request in decoding}
+        room = iter([slot for slot in range(rows) if slot not in taken])
+        for request in decoding:
+            if request.slot >= rows:
+                self._swap(request.slot, next(room))
+        return rows
+
+    def _swap(self, slot: int, other: int) -> None:
+        """Exchange what two slots hold; one that is in prefill may have to make way."""
+        self.pages.swap(slot, other)
+        self.slots[slot], self.slots[other] = self.slots[other], self.slots[slot]
+        for place in (slot, other):
+            if (request := self.slots[place]) is not None:
+                request.slot = place
+
     def _steps_without_looking(self, batch: Sequence[Request]) -> int:
         """How many steps may be begun together: none of the requests is sure to end before, and all have the pages."""
         if self._queue or any(r is not None and r.phase is Phase.PREFILL for r in self.slots):
@@ -350,7 +369,7 @@ class Core:
         self, batch: Sequence[tuple[int, Request]], on_host: Mapping[int, bool], out: StepOutputs | StepTokens
     ) -> None:
         """What a step means for its requests."""
-        self.totals.steps += 1
+        self.totals.steps[len(out.tokens)] += 1
         for slot, request in batch:
             if out.status[slot]:
                 status = Status(int(out.status[slot])).name
@@ -393,6 +412,8 @@ class Core:
 
     def _finish(self, request: Request, why: str, error: str | None = None) -> None:
         if request.slot >= 0:
+            if self.cache:
+                self.cache.touch(request.hashes)
             self._vacate(request)
         else:
             self._queue = [entry for entry in self._queue if entry[1] is not request]

@@ -75,15 +75,19 @@ class PrefixCache:
     def publish(self, slot: int, block: int, block_hash: bytes) -> list[tuple[str, bytes]]:
         """Offer a slot's full block to others; what `retract` would take back.
 
-        Where a block of the same tokens is known already, that page stays the one.
+        The page takes the place of one with the same tokens: what a conversation hits was written by its latest turns,
+        whichever of its blocks, or of a block's kinds, were evicted in between.
         """
         new = []
         for kind in self._kinds:
             page = int(self._pages.table[kind][slot, block])
-            if page != ABSENT and block_hash not in self._entries[kind]:
-                self._entries[kind][block_hash] = page
-                self._pages.hold(kind, page)
-                new.append((kind, block_hash))
+            if page == ABSENT:
+                continue
+            self._pages.hold(kind, page)
+            if (former := self._entries[kind].pop(block_hash, None)) is not None:
+                self._pages.drop(kind, former)
+            self._entries[kind][block_hash] = page
+            new.append((kind, block_hash))
         return new
 
     def retract(self, published: Sequence[tuple[str, bytes]]) -> None:

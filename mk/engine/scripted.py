@@ -44,10 +44,18 @@ class ScriptedEngine:
     name = "scripted"
 
     def __init__(
-        self, geometry: Geometry, script: Script, rows: int, context: int, pages: Mapping[str, int], seed: int = 0
+        self,
+        geometry: Geometry,
+        script: Script,
+        rows: int,
+        context: int,
+        pages: Mapping[str, int],
+        seed: int = 0,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         self.geometry, self.script = geometry, script
         self.rows, self.context = rows, context
+        self.sizes = (rows,) if sizes is None else tuple(sizes)
         self.program: Program | None = None
         self.pages = PageAllocator(geometry, pages, rows, blocks_of(context), seed)
         self.pools = {kind: np.full((pages[kind], PAGE), NO_TOKEN, np.int64) for kind in KINDS}
@@ -74,9 +82,9 @@ class ScriptedEngine:
         tokens = self._sampled if tokens is None else tokens
         self.pages.advance(keys)
         out = StepOutputs(
-            np.full(self.rows, NO_TOKEN, np.int64),
-            np.zeros(self.rows, np.int64),
-            np.full((self.rows, self.geometry.vocab), np.nan, np.float32),
+            np.full(len(keys), NO_TOKEN, np.int64),
+            np.zeros(len(keys), np.int64),
+            np.full((len(keys), self.geometry.vocab), np.nan, np.float32),
         )
         for row in np.flatnonzero(keys).tolist():
             self._write(row, keys[row] - 1, tokens[row])

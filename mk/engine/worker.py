@@ -27,7 +27,7 @@ class Snapshot:
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
-    steps: int
+    steps: dict[int, int]  # by batch size
     preemptions: int
     finished: dict[str, int]
 
@@ -87,8 +87,8 @@ class Worker:
                     self._wake.wait()
                 inbox, self._inbox = self._inbox, []
                 stopping = self._stopping
-            for action in inbox:
-                action()
+            while inbox:  # nothing here refers to a request any more when the thread sleeps
+                inbox.pop(0)()
             if stopping:
                 self.core.fail_all("the server is shutting down")
                 self.snapshot = self._snapshot()
@@ -117,7 +117,7 @@ class Worker:
             totals.prompt_tokens,
             totals.cached_tokens,
             totals.generated_tokens,
-            totals.steps,
+            dict(totals.steps),
             totals.preemptions,
             dict(Counter(totals.finished)),
         )

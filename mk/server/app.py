@@ -10,18 +10,19 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
 from mk.server.chat import chat_completions
 from mk.server.completions import completions
-from mk.server.errors import ApiError, error_response, invalid, json_response
+from mk.server.errors import ERROR_RESPONSES, ApiError, error_response, invalid, json_response
 from mk.server.generation import Disconnected, Service
 from mk.server.prompts import encode, render_chat
 from mk.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 log = logging.getLogger("mk.server")
 CLIENT_CLOSED = 499  # nobody reads it
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # besides JSON
 
 
 def create_app(service: Service, version: str, api_key: str | None = None) -> FastAPI:
@@ -33,7 +34,9 @@ def create_app(service: Service, version: str, api_key: str | None = None) -> Fa
         yield
         service.worker.stop()
 
-    app = FastAPI(title="mini-mk", version=version, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="mini-mk", version=version, lifespan=lifespan, docs_url=None, redoc_url=None, responses=ERROR_RESPONSES
+    )
     _errors(app)
     if api_key:
         _require_key(app, api_key)
@@ -44,11 +47,11 @@ def create_app(service: Service, version: str, api_key: str | None = None) -> Fa
 
 
 def _generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=STREAMED)
     async def chat(asked: ChatRequest, http: Request) -> Response:
         return await chat_completions(service, asked, http)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=STREAMED)
     async def complete(asked: CompletionRequest, http: Request) -> Response:
         return await completions(service, asked, http)
 
@@ -80,7 +83,7 @@ def _about(app: FastAPI, service: Service, version: str) -> None:
     async def what_version() -> Response:
         return json_response({"version": version, "system_fingerprint": service.fingerprint})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

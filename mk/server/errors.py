@@ -6,6 +6,27 @@ import json
 from typing import Any
 
 from fastapi.responses import Response
+from pydantic import BaseModel
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """What every answer that is an error holds, as the OpenAPI document says."""
+
+    error: ErrorDetail
+
+
+# beside a route's own answers; with them FastAPI does not promise a 422 in its own form
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "the request is at fault"},
+    "5XX": {"model": ErrorBody, "description": "the server is at fault, or out of order"},
+}
 
 
 class ApiError(Exception):

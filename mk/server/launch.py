@@ -41,7 +41,7 @@ def build_service(config: Config, model: Model, progress: Callable[[int, int], N
             hint=f"server.context={model.geometry.max_positions}",
         )
     pages = {"full": blocks_of(server.kv_tokens.full), "sliding": blocks_of(server.kv_tokens.sliding)}
-    engine = make_paged_engine(config, model, server.slots, server.context, pages, progress)
+    engine = make_paged_engine(config, model, server.slots, server.context, pages, progress, server.sizes)
     policy = Policy(
         chunk=config.prefill.chunk,
         prefill=engine_config.prefill_policy,

@@ -81,7 +81,10 @@ class _Engine(Collector):
         yield CounterMetricFamily("mk_prompt_tokens", "Prompt tokens", now.prompt_tokens)
         yield CounterMetricFamily("mk_prefix_hit_tokens", "Prompt tokens that the cache had", now.cached_tokens)
         yield CounterMetricFamily("mk_generated_tokens", "Generated tokens", now.generated_tokens)
-        yield CounterMetricFamily("mk_decode_steps", "Decode steps", now.steps)
+        steps = CounterMetricFamily("mk_decode_steps", "Decode steps by batch size", labels=["batch"])
+        for batch, count in now.steps.items():
+            steps.add_metric([str(batch)], count)
+        yield steps
         yield CounterMetricFamily("mk_preemptions", "Requests that gave way to earlier ones", now.preemptions)
         finished = CounterMetricFamily("mk_requests_finished", "Requests by how they ended", labels=["reason"])
         for reason, count in now.finished.items():

@@ -122,7 +122,7 @@ class GenerationRequest(Lenient):
     stop: StrictStr | Annotated[list[StrictStr], Field(max_length=MAX_STOPS)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[Number, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[Number, Field(ge=0.01, le=10)] | None = None  # a float32 divided by it stays one
     logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
     min_tokens: Annotated[int, Field(strict=True, ge=0)] | None = None
     stop_token_ids: list[TokenId] | None = None

@@ -1,0 +1,68 @@
+"""What serving changes and costs: the experiment on nano, small, and a cache that it would have to notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments import serving_costs
+from mk.compose import load_config
+from mk.engine.prefix_cache import Hit, PrefixCache
+from mk.errors import MkError
+from mk.rows import Row, read_rows
+
+SMALL = [
+    "experiment=serving_costs",
+    "engine=interpreter",
+    "experiment.conversations=2",
+    "experiment.context=60",
+    "experiment.answer=70",
+    "experiment.batches=[1,2]",
+    "experiment.steps=2",
+    "experiment.rounds=1",
+    "server.context=512",
+    "server.slots=2",
+]
+
+
+@pytest.fixture(autouse=True)
+def few_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_costs, "CHOICES", 2)
+    monkeypatch.setattr(serving_costs, "VOCABULARY", 5000)
+    few = {name: serving_costs.OPTIONS[name] for name in ("greedy", "top_p 0.95", "logprobs 20", "min_p 0.1")}
+    monkeypatch.setattr(serving_costs, "OPTIONS", few)
+
+
+def run(tmp_path: Path, *overrides: str) -> tuple[int, list[Row]]:
+    status = serving_costs.main(load_config([*SMALL, f"run_dir={tmp_path}", *overrides]))
+    (folder,) = tmp_path.iterdir()
+    return status, read_rows(folder / "rows.jsonl")
+
+
+def test_a_row_for_the_cache_and_one_for_every_option_and_batch(tmp_path: Path) -> None:
+    status, (cache, *options) = run(tmp_path)
+    assert status == 0 and cache.checks == {"generated_blocks_hit": True}
+    assert cache.positions and 0 < cache.positions <= 140
+    # not the same bits, or the cold turn was not cold; and float32's rounding, or a page was mistaken
+    assert cache.logprob_shift_most and 0 < cache.logprob_shift_most < 1e-3
+    assert [(row.sampling, row.batch) for row in options] == [
+        (name, batch) for name in serving_costs.OPTIONS for batch in (1, 2)
+    ]
+    for row in options:
+        assert row.wall_ms and row.steps == 2
+        on_host = row.sampling in ("logprobs 20", "min_p 0.1")
+        assert (row.choice_us is not None) == on_host
+
+
+def test_a_cache_that_misses_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefixCache, "match", lambda self, hashes: Hit())
+    status, (cache, *_) = run(tmp_path, "experiment.batches=[1]")
+    assert status == 1 and cache.checks == {"generated_blocks_hit": False}
+
+
+def test_what_it_cannot_measure_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MkError, match="nothing to compare"):
+        run(tmp_path / "a", "engine.prefix_cache.generated=false")
+    with pytest.raises(MkError, match="a batch of 3 needs as many server.slots"):
+        run(tmp_path / "b", "experiment.batches=[3]")
