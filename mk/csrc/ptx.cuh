@@ -61,7 +61,7 @@ template <int THREADS>
 DEVICE bool block_meets(bool vote) {
   uint32_t all;
   asm volatile(
-      "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; barrier.cta.red.and.pred q, 1, %2, p; selp.u32 %0, 1, 0, q; }"
+      "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.and.pred q, 1, %2, p; selp.u32 %0, 1, 0, q; }"
       : "=r"(all)
       : "r"(static_cast<uint32_t>(vote)), "n"(THREADS)
       : "memory");
