@@ -159,7 +159,7 @@ class Engine:
         if queue.taken < len(queue.slots):
             slots = queue.slots[queue.taken]
             queue.taken += 1
-            self._put(s, Task(queue.op, slots, 1, waits, -1, claimer.layer, claimer.ordinal), given)
+            self._put(s, Task(queue.op, slots, 1, waits, -1, claimer.layer, claimer.ordinal, closes=False), given)
         else:
             s.todo.pop()
             s.claimed_from = -1
@@ -247,7 +247,7 @@ class Engine:
             s.storer_free = at
             if s.tiles_stored < task.tiles or place >= len(s.done):
                 return moved
-            s.storer_free = at = at + op.close + op.row * self.work.rows
+            s.storer_free = at = at + op.close * task.closes + op.row * self.work.rows
             if task.routes:
                 s.routed_at = at
             s.signalled.append(at)

@@ -69,7 +69,7 @@ class CriticalPath:
         s = self.engine.sms[sm]
         task = s.tasks[place]
         op = self.engine.op[task.op]
-        closing = op.tile + op.close + op.row * self.engine.work.rows
+        closing = op.tile + op.close * task.closes + op.row * self.engine.work.rows
         if task.tiles and s.done[place] + closing >= s.signalled[place] - _SLACK:
             self._explain(s.done[place], "store", sm, place)
             return "consumer", sm, place

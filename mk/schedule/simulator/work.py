@@ -25,6 +25,7 @@ class Task:
     queue: int = -1  # a claimer: takes tickets of this queue, one tile each, until there is none
     claim_ahead: int = 0
     parts: int = 1  # of the track aside: how often its `close` is paid
+    closes: bool = True  # a claimed tile does not: it signals nothing
 
 
 @dataclass(slots=True)
