@@ -26,7 +26,7 @@ from experiments.forced_routing import distinct_experts, forced_ids
 from experiments.kernel_checks import Outcome, fill, run_checks
 from experiments.opening import make_runtime
 from experiments.settings import DecodeThroughput
-from mk.build import RING_SLOTS, ZERO_WAIT_DEFINE, Library, build_for
+from mk.build import ZERO_WAIT_DEFINE, Library, build_for
 from mk.config import Config
 from mk.device import DeviceFacts
 from mk.errors import MkError
@@ -34,13 +34,14 @@ from mk.kv import KINDS, PageAllocator, blocks_of
 from mk.model.geometry import Geometry
 from mk.model.packing import PackedWeights
 from mk.programs import Plan, Programs, bucket_for
+from mk.ring import MIN_WINDOW, UNSAFE_SLOTS
 from mk.routing import Trace
 from mk.rows import Row
 from mk.runs import RunFolder
 from mk.runtime import Runtime
 from mk.sampling import SamplingParams, sample_row
 from mk.schedule.lower import Program
-from mk.step_params import MAX_ROWS, MIN_WINDOW, UNSAFE_SLOTS
+from mk.step_params import MAX_ROWS
 from mk.trace import TRACE_DEFINE, StepTrace, causes_table, records_of
 
 KV_STD = 0.01
@@ -205,11 +206,6 @@ def _check_settings(cfg: Config) -> None:
             s.context > s.warmup + s.steps // 2,
             f"experiment.context={s.context} leaves no room for {s.warmup} + {s.steps} steps around it",
             "fewer steps, or a longer context",
-        ),
-        (
-            MIN_WINDOW <= most <= RING_SLOTS - UNSAFE_SLOTS,
-            f"engine.ring.slots={ring.slots}: the kernel takes {MIN_WINDOW + UNSAFE_SLOTS}..{RING_SLOTS}",
-            None,
         ),
         (
             MIN_WINDOW * SLOT_KB <= ring.window_kb <= most * SLOT_KB,

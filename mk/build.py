@@ -23,10 +23,10 @@ from mk.config import Config
 from mk.errors import MkError
 from mk.isa import c_header
 from mk.model.geometry import SLOT_K, Geometry, tile_rules
+from mk.ring import RING_SLOTS
 from mk.splits import SplitPolicy
 
 ZERO_WAIT_DEFINE = "MK_ZERO_WAIT"  # a kernel that waits for no other SM: for the bound alone
-RING_SLOTS = 22  # of 8 KB: what an SM has room for
 CSRC = Path(__file__).parent / "csrc"
 FLAGS = (
     "-O3",

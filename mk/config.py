@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mk.errors import MkError
+from mk.ring import FEWEST_SLOTS, RING_SLOTS
 from mk.schedule.costs import Costs
 from mk.validation import check_contexts, check_optional, check_values, require_at_least, require_one_of
 
@@ -270,7 +271,7 @@ class ServerConfig:
     port: int
     model_id: str | None  # what clients call the model; null: the folder's or the preset's name
     slots: int  # requests that decode together at most
-    batches: list[int]  # batch sizes that steps are built for besides that one; the smallest that suffices is taken
+    batches: list[int]  # smaller batch sizes that steps are built for too; the smallest that suffices is taken
     context: int  # tokens of a request, prompt and answer
     kv_tokens: KVTokensConfig
     max_waiting: int  # requests in the queue; more are turned away
@@ -414,12 +415,11 @@ class Config:
                 f"model={self.model.name} has no weights here",
                 hint="weights=random, or model.path=<Hugging Face folder or hub id>",
             )
-        most = (self.gpu.smem_per_block_kb or 0) // 8
-        if self.gpu.kind == "cuda" and self.engine.ring.slots > most:
+        kernel = self.gpu.kind == "cuda" or self.engine.name == "cuda"
+        if kernel and not FEWEST_SLOTS <= self.engine.ring.slots <= RING_SLOTS:
             raise MkError(
-                f"engine.ring.slots={self.engine.ring.slots} of 8 KB exceed the {self.gpu.smem_per_block_kb} KB of "
-                f"shared memory of gpu={self.gpu.name}",
-                hint=f"engine.ring.slots={most} is the most",
+                f"engine.ring.slots={self.engine.ring.slots}: the kernel takes {FEWEST_SLOTS}..{RING_SLOTS}",
+                hint=f"engine.ring.slots={RING_SLOTS}",
             )
 
 

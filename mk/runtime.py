@@ -25,6 +25,7 @@ from mk.isa import NONE, Buffer, Word
 from mk.kv import KINDS, PAGE, Blocks, blocks_of, first_visible, kv_layers
 from mk.model.packing import PackedWeights
 from mk.model.reference import rope_table
+from mk.ring import MIN_WINDOW, UNSAFE_SLOTS
 from mk.sampling import SamplingParams
 from mk.schedule.lower import Program
 from mk.stalls import describe_stall
@@ -33,9 +34,7 @@ from mk.step_params import (
     HOST_STEPS,
     KV_BLOCK,
     MAX_ROWS,
-    MIN_WINDOW,
     OWNED,
-    UNSAFE_SLOTS,
     StepParams,
     buffer_shapes,
     pack_sampling,

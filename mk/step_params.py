@@ -21,8 +21,6 @@ from mk.splits import SplitPolicy
 
 MAX_ROWS = 8
 OWNED = 4  # residual strips an SM can keep the sums of
-UNSAFE_SLOTS = 14  # of a ring may never be in flight; why is in gemm.cuh
-MIN_WINDOW = 4  # the slots that a producer issues at once
 HOST_STEPS = 1024  # slots of the ring in pinned host memory
 COUNTER_STRIDE = 32  # words: a counter has a 128-byte line of its own
 KV_BLOCK = PAGE * 128  # elements of K or V of one page, layer and head

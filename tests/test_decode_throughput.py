@@ -82,7 +82,6 @@ def test_the_oracle_is_the_reference_and_bfloat16_is_near() -> None:
     ("overrides", "message"),
     [
         (["engine=interpreter"], "not engine=interpreter"),
-        (["engine.ring.slots=17"], "engine.ring.slots=17: the kernel takes 18..22"),
         (["engine.ring.slots=18"], "engine.ring.window_kb=64: the kernel takes 32..32"),
         (["experiment.batches=[]"], "experiment.batches is empty"),
         (["experiment.batches=[1,9]"], "must lie in 1..8"),

@@ -28,6 +28,7 @@ from mk.kv import PAGE
 from mk.model.geometry import PRESETS, SLOT_BYTES, Geometry
 from mk.model.opening import NANO
 from mk.noise import MASS_BITS
+from mk.ring import MIN_WINDOW, RING_SLOTS, UNSAFE_SLOTS
 from mk.runtime import DELAYS
 from mk.shortlist import BINS
 from mk.splits import SplitPolicy
@@ -90,16 +91,19 @@ def test_an_ablation_is_a_build_of_its_own(override: str, define: str) -> None:
     assert defines_of(load_config(["engine.ring.window_kb=32", override])) == (define,)
     name = define.partition("=")[0]
     assert any(re.search(rf"^#ifn?def {name}\b", file.read_text(), re.MULTILINE) for file in CSRC.rglob("*.cuh"))
-    library = build(GEOMETRIES["nano"], defines=(define,))
-    assert (library.spill_bytes, library.stack_bytes) == (MAX_SPILL_BYTES, 0)
-    assert library.open().mk_ring_slots() == (18 if name == "MK_RING_SLOTS" else building.RING_SLOTS)
+    for geometry in GEOMETRIES.values():
+        library = build(geometry, SplitPolicy(128, load_config().engine.attention.max_splits), defines=(define,))
+        # two registers of the oracle's consumers spill at full size: it is a bound, and says so by a little too much
+        words = 2 if name == "MK_ORACLE" and geometry.layers > 5 else 0
+        assert library.stack_bytes == 4 * words and library.spill_bytes <= 32 * words
+    assert library.open().mk_ring_slots() == (18 if name == "MK_RING_SLOTS" else RING_SLOTS)
 
 
 @pytest.mark.parametrize("model", GEOMETRIES)
 def test_both_sides_mean_the_same_parameters_and_ring(libraries: dict[str, Library], model: str) -> None:
     opened = libraries[model].open()
     assert opened.mk_params_bytes() == ctypes.sizeof(step_params.StepParams)
-    assert opened.mk_ring_slots() == load_config().engine.ring.slots == building.RING_SLOTS
+    assert opened.mk_ring_slots() == load_config().engine.ring.slots == RING_SLOTS
     names = [name for name, *_ in step_params.StepParams._fields_]
     assert len(names) == len(set(names)) and {"slots", "keys", "epoch", "advance"} <= set(names)
 
@@ -124,10 +128,10 @@ def test_constants_written_on_both_sides_agree() -> None:
         "KV_BLOCK_BYTES": 2 * step_params.KV_BLOCK,
         "COUNTER_STRIDE": step_params.COUNTER_STRIDE,
         "MAX_ROWS": step_params.MAX_ROWS,
-        "MAX_WINDOW": building.RING_SLOTS - step_params.UNSAFE_SLOTS,
-        "RING_SLOTS": building.RING_SLOTS,
+        "MAX_WINDOW": RING_SLOTS - UNSAFE_SLOTS,
+        "RING_SLOTS": RING_SLOTS,
         "COPY_BYTES": SLOT_BYTES,
-        "PRODUCER_LANES": step_params.MIN_WINDOW,
+        "PRODUCER_LANES": MIN_WINDOW,
         "OWNED": step_params.OWNED,
         "HOST_STEPS": step_params.HOST_STEPS,
         "BINS": BINS,

@@ -17,12 +17,13 @@ from mk.isa import NONE, Word
 from mk.kv import KINDS, PageAllocator
 from mk.model.packing import PackedWeights
 from mk.programs import Plan
+from mk.ring import MIN_WINDOW, UNSAFE_SLOTS
 from mk.runtime import Runtime, StepAborted
 from mk.sampling import SamplingParams
 from mk.schedule.lower import Program
 from mk.splits import SplitPolicy
 from mk.stalls import describe_stall
-from mk.step_params import HOST_STEPS, MAX_ROWS, MIN_WINDOW, OWNED, UNSAFE_SLOTS, pack_sampling
+from mk.step_params import HOST_STEPS, MAX_ROWS, OWNED, pack_sampling
 from tests.device_rig import H200, FakeLibrary, fake_build, fake_device, next_logits
 from tests.interpreter_rig import GEOMETRY, weights
 

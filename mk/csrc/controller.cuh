@@ -180,10 +180,11 @@ class Controller {
   DEVICE bool reached(const int* d, int slot) {
 #ifdef MK_POLL_BY_WARPS
     return true;
-#endif
+#else
     if (d[slot] == NONE) return true;
     polled_ = d[slot], target_ = counter_target(p, d[slot + 2], d[slot + 1]);
     return counter_reached(p, polled_, target_, seen_);
+#endif
   }
 
   const StepParams& p;

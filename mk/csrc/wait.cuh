@@ -38,8 +38,8 @@ class Guard {
     if (threadIdx.x % 32) return;
     atomicCAS(p.abort_word, 0u, 1u + blockIdx.x);
     StallRecord& record = p.stalls[blockIdx.x];
-    // those who poll know the counter, so their account replaces another role's
-    const int weight = role_ == ROLE_CONTROLLER || role_ == ROLE_ASIDE ? 2 : 1;
+    // those who polled know the counter, so their account replaces another role's
+    const int weight = counter != NONE ? 2 : 1;
     if (atomicMax(&record.taken, weight) >= weight) return;
     const int* words = role_ == ROLE_ASIDE ? s.aside : s.entry[s.doing[role_]];
     record.role = role_, record.opcode = words[W_OPCODE], record.layer = words[W_LAYER], record.task = words[W_TASK];

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mk.build import RING_SLOTS
 from mk.graph import LAYER_WAVES, StepShape, resolve
 from mk.isa import Access, Buffer, Op, Word, Words
 from mk.model.geometry import SLOT_BYTES
+from mk.ring import RING_SLOTS
 from mk.schedule.costs import Costs
 from mk.schedule.placement import PHASES, RowOwner, SmIds
 

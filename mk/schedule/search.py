@@ -12,11 +12,11 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from mk.build import RING_SLOTS
 from mk.errors import MkError
 from mk.graph import LAYER_WAVES
 from mk.model.geometry import Geometry
 from mk.programs import Plan
+from mk.ring import MIN_WINDOW, RING_SLOTS, UNSAFE_SLOTS
 from mk.schedule.costs import Costs
 from mk.schedule.placement import PLACEMENTS
 from mk.schedule.simulate import estimate, first_layers, layer_period
@@ -24,7 +24,6 @@ from mk.schedule.simulator.expand import Sample
 from mk.schedule.simulator.work import Ring
 from mk.schedule.stored import StoredSchedule
 from mk.splits import SplitPolicy
-from mk.step_params import MIN_WINDOW, UNSAFE_SLOTS
 from mk.verify import verify
 
 AFTER = {  # what a wave of a layer may not precede
