@@ -59,6 +59,12 @@ class DecodeThroughput:
 
 
 @dataclass(slots=True)
+class SimulatorAccuracy:
+    name: str
+    rows: str  # a file of measured rows
+
+
+@dataclass(slots=True)
 class ScheduleSearch(DecodeThroughput):
     candidates: int  # random schedules that are simulated
     local_steps: int  # changes of the best one that are tried after them

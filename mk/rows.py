@@ -117,6 +117,7 @@ class Row:
     regret: float | None = None  # beyond the fastest schedule of the run for this routing, as a share of it
     paired_ms: float | None = None  # mean p50 beyond that of the run's configured schedule, round by round
     paired_ci95_ms: float | None = None  # half of the interval around it
+    schedules: int | None = None  # that the next two are over
     rank_correlation: float | None = None  # Spearman's, of simulated and measured p50 over the run's schedules
     mean_error: float | None = None  # of simulated p50, relative, over the same
     bound: str | None = None  # not a decode, but what none can beat: zero_wait, with every wait for other SMs left out;
