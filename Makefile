@@ -50,8 +50,8 @@ eval: setup ## score a benchmark: make eval benchmark=nano_code [model=..] [base
 	$(if $(model),$(if $(wildcard configs/model/$(model).yaml),model=$(model),model.path=$(model))) \
 	$(foreach key,base_url data_dir limit runs,$(if $($(key)),experiment.$(key)=$($(key)))) $(ARGS)
 
-promote: setup ## keep a run: make promote run=ID copies its rows and raw data from runs/ to results/<card>/
-	@$(VENV) -m mk.results promote $(run)
+promote: setup ## keep runs: make promote run=ID[,ID...] copies rows, raw data and configuration to results/<card>/
+	@$(VENV) -m mk.results promote '$(run)'
 
 verify-results: setup ## compute every kept row, and the README's figures, from the raw data again
 	@$(VENV) -m mk.results verify

@@ -22,7 +22,7 @@ def different(row: Row, raw: dict[str, Any]) -> Iterator[str]:
     """A line for each figure of the row that its raw data does not give."""
     try:
         again = figures(row, raw)
-    except (MkError, KeyError, TypeError, IndexError) as error:
+    except (MkError, LookupError, TypeError, ValueError, ArithmeticError, AssertionError) as error:
         yield f"its figures cannot be computed: {error}"
         return
     if not again:

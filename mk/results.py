@@ -1,76 +1,119 @@
 """Results that are kept: `promote` copies a run's rows and raw data to results/<card>/, `verify` computes them again.
 
-    python -m mk.results promote ID          make promote run=ID
+    python -m mk.results promote ID[,ID...]  make promote run=ID[,ID...]
     python -m mk.results verify              make verify-results
 
-`results/<card>/<ID>/` holds rows.jsonl, raw.jsonl and config.yaml. Files of schema 1 lie flat beside those folders:
-they have no raw data, are listed as such, and only what needs none is checked of them.
+`results/<card>/<ID>/` holds rows.jsonl, raw.jsonl, config.yaml, and configs/ of a run of several. Files of schema 1 lie
+flat beside those folders: they have no raw data, are listed as such, and only what needs none is checked of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import shutil
-import subprocess
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mk.errors import MkError
+from mk.kept import card_of, config_problems, published, read_configs
 from mk.readme_figures import check_readme
 from mk.recompute import different
 from mk.rows import Row, read_raw, read_rows
-from mk.sources import ROOT, commit_source_hash
+from mk.sources import ROOT, commit_source_hash, recent_commits
 
+KEPT = ("rows.jsonl", "raw.jsonl", "config.yaml")
 RAW_BYTES = 200_000  # of a run
 SEARCHED = 200  # commits in which sources of an unnamed one are looked for
 
 
 def promote(run: Path, results: Path, root: Path = ROOT) -> Path:
-    """Copy a run's rows, raw data and configuration to `results`/<card>/<run>; returns that folder.
+    """Copy a run's rows, raw data and configurations to `results`/<card>/<run>; returns that folder.
 
-    A row made where there was no git gets the commit with the same sources. Raises MkError for rows that `verify` would
-    refuse, for rows of several cards and for raw data over `RAW_BYTES`.
+    Raises MkError for whatever `prepare` refuses, and then has written nothing.
+    """
+    return prepare(run, results, root).write()
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run that was checked: the folder that is to hold it, and the text of each of its files."""
+
+    folder: Path
+    files: dict[str, str]
+
+    def write(self) -> Path:
+        """The folder is there whole, or not at all."""
+        try:
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.folder.parent, prefix=".promote-") as scratch:
+                made = Path(scratch) / self.folder.name
+                for name, text in self.files.items():
+                    (made / name).parent.mkdir(parents=True, exist_ok=True)
+                    (made / name).write_text(text)
+                made.rename(self.folder)
+        except OSError as error:
+            raise MkError(f"cannot write {self.folder}: {error.strerror}") from error
+        return self.folder
+
+
+def prepare(run: Path, results: Path, root: Path = ROOT) -> Prepared:
+    """Reads and checks a run; writes nothing.
+
+    A row made where there was no git gets the commit with the same sources, and one whose configuration names folders
+    of its host the hash of that without them. Raises MkError for missing or broken files, rows that `verify` would
+    refuse, rows of several cards and raw data over `RAW_BYTES`.
     """
     if not (run / "rows.jsonl").is_file():
         raise MkError(f"{run} is no run folder with rows", hint="make promote run=<the name of a folder in runs/>")
-    rows, raw = named_commits(read_rows(run / "rows.jsonl"), root), run / "raw.jsonl"
-    cards = {"simulated" if row.clock == "simulated" else row.gpu for row in rows}
+    run = run.resolve()
+    for name in KEPT:
+        if not (run / name).is_file():
+            hint = "no raw data was written: the README says of which experiments" if name == "raw.jsonl" else None
+            raise MkError(f"{run / name} is missing", hint=hint)
+    size = (run / "raw.jsonl").stat().st_size
+    if size > RAW_BYTES:
+        raise MkError(f"{run / 'raw.jsonl'} has {size} bytes, more than {RAW_BYTES}")
+    rows, raw = read_rows(run / "rows.jsonl"), read_raw(run / "raw.jsonl")
+    if not rows:
+        raise MkError(f"{run / 'rows.jsonl'} has no rows")
+    cards = {card_of(row) for row in rows}
     if len(cards) != 1:
         raise MkError(f"{run} has rows of {', '.join(sorted(cards))}: one card a run")
-    if raw.exists() and raw.stat().st_size > RAW_BYTES:
-        raise MkError(f"{raw} has {raw.stat().st_size} bytes, more than {RAW_BYTES}")
-    problems = [f"row {number}: {problem}" for number, problem in check_rows(rows, read_raw(raw), root)]
+    (card,) = cards
+    configs = read_configs(run)
+    files, hashes = published(configs)
+    rows = as_published(rows, hashes, root)
+    public = {hashes[digest]: config for digest, config in configs.items()}
+    problems = [f"row {number}: {problem}" for number, problem in check_kept(rows, raw, public, card, root)]
     if problems:
         raise MkError(
             f"{run} cannot be promoted: {problems[0]}" + f" (and {len(problems) - 1} more)" * (len(problems) > 1)
         )
-    folder = results / cards.pop() / run.name
+    folder = results / card / run.name
     if folder.exists():
         raise MkError(f"{folder} is there already")
-    folder.mkdir(parents=True)
-    (folder / "rows.jsonl").write_text("".join(row.line() for row in rows))
-    for name in ("raw.jsonl", "config.yaml"):
-        shutil.copyfile(run / name, folder / name)
-    return folder
+    files |= {"rows.jsonl": "".join(row.line() for row in rows), "raw.jsonl": (run / "raw.jsonl").read_text()}
+    return Prepared(folder, files)
 
 
-def named_commits(rows: list[Row], root: Path) -> list[Row]:
-    """The rows with the commit that their sources are of, where they were made without git; digests follow."""
+def as_published(rows: list[Row], hashes: Mapping[str, str], root: Path) -> list[Row]:
+    """The rows with the commit of their sources, where they were made without git, and the hash of the configuration
+    that is kept; digests follow."""
     out: list[Row] = []
     renamed: dict[str, str | None] = {}
     for row in rows:
-        if row.commit != "none":
-            out.append(row)
-            continue
-        commit = commit_of(row.source_hash or "", root)
+        commit = commit_of(row.source_hash or "", root) if row.commit == "none" else row.commit
+        config = hashes.get(row.config_hash, row.config_hash)
         to = renamed.get(row.ratio_to or "", row.ratio_to)
-        new = dataclasses.replace(row, commit=commit, ratio_to=to).sealed()
-        if row.digest != row.computed_digest():
-            new = dataclasses.replace(new, digest=row.digest)  # an edited row stays one
-        renamed[row.digest or ""] = new.digest
+        new = dataclasses.replace(row, commit=commit, config_hash=config, ratio_to=to)
+        if new != row and row.digest == row.computed_digest():  # an edited row stays one
+            new = new.sealed()
+            renamed[row.digest or ""] = new.digest
         out.append(new)
     return out
 
@@ -78,12 +121,22 @@ def named_commits(rows: list[Row], root: Path) -> list[Row]:
 @functools.cache
 def commit_of(source_hash: str, root: Path) -> str:
     """The newest commit with these sources; "none" where there is none."""
-    command = ["git", "rev-list", f"--max-count={SEARCHED}", "HEAD"]
-    try:
-        commits = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return "none"
+    commits = recent_commits(SEARCHED, root)
     return next((commit for commit in commits if commit_source_hash(commit, root) == source_hash), "none")
+
+
+def check_kept(
+    rows: list[Row], raw: dict[str, dict], configs: Mapping[str, dict[str, Any]], card: str, root: Path
+) -> Iterable[tuple[int, str]]:
+    """As `check_rows`, of the rows in a folder of a card with their configurations beside them."""
+    yield from check_rows(rows, raw, root)
+    for number, row in enumerate(rows, start=1):
+        if row.schema < 2:
+            yield number, f"is of schema {row.schema}, which has no raw data"
+        if card_of(row) != card:
+            yield number, f"is of {card_of(row)}, its folder of {card}"
+        for problem in config_problems(row, configs):
+            yield number, problem
 
 
 def check_rows(rows: list[Row], raw: dict[str, dict], root: Path = ROOT) -> Iterable[tuple[int, str]]:
@@ -133,23 +186,52 @@ def _source_problem(commit: str, source_hash: str, root: Path) -> str | None:
 
 def verify(results: Path, readme: Path, root: Path = ROOT) -> tuple[list[str], list[str]]:
     """(what is wrong, what could not be computed again and why) of all rows under `results` and of the README."""
-    problems, notes, kept = [], [], []
-    for path in sorted(path for path in results.rglob("*.jsonl") if path.name != "raw.jsonl"):
-        name = path.relative_to(results).as_posix()
-        try:
-            rows = read_rows(path)
-        except MkError as error:
-            problems.append(str(error))
-            continue
-        kept += rows
-        problems += [
-            f"{name}:{number}: {problem}"
-            for number, problem in check_rows(rows, read_raw(path.parent / "raw.jsonl"), root)
-        ]
-        old = Counter(row.schema for row in rows if row.schema < 2)
-        notes += [f"{name}: {count} rows of schema {schema}, which have no raw data" for schema, count in old.items()]
+    problems: list[str] = []
+    notes: list[str] = []
+    kept: list[Row] = []
+    files = set(results.rglob("*.jsonl"))
+    flat = sorted(results.glob("*/*.jsonl"))
+    folders = sorted(path for path in results.glob("*/*") if path.is_dir())
+    for path in flat:
+        problems += _verify_flat(path, path.relative_to(results).as_posix(), kept, notes, root)
+    for folder in folders:
+        problems += _verify_folder(folder, folder.relative_to(results).as_posix(), kept, root)
+    known = {*flat, *(folder / name for folder in folders for name in KEPT)}
+    problems += [f"{path.relative_to(results)}: rows lie in <card>/<run>/rows.jsonl" for path in sorted(files - known)]
     wrong, unknown = check_readme(readme.read_text(), kept)
     return problems + wrong, notes + unknown
+
+
+def _verify_flat(path: Path, name: str, kept: list[Row], notes: list[str], root: Path) -> Iterable[str]:
+    """Of a file of rows that are older than raw data; adds its rows, and a note on them."""
+    try:
+        rows = read_rows(path)
+    except MkError as error:
+        return [str(error)]
+    if not rows:
+        return [f"{name} has no rows"]
+    kept += rows
+    old = Counter(row.schema for row in rows if row.schema < 2)
+    notes += [f"{name}: {count} rows of schema {schema}, which have no raw data" for schema, count in old.items()]
+    new = [number for number, row in enumerate(rows, start=1) if row.schema >= 2]
+    alone = [f"{name}:{number}: is kept in no folder of its run with raw data: make promote" for number in new]
+    return alone + [f"{name}:{number}: {problem}" for number, problem in check_rows(rows, {}, root)]
+
+
+def _verify_folder(folder: Path, name: str, kept: list[Row], root: Path) -> Iterable[str]:
+    """Of a promoted run; adds its rows."""
+    missing = [f"{name}/{file} is missing" for file in KEPT if not (folder / file).is_file()]
+    if missing:
+        return missing
+    try:
+        rows, raw, configs = read_rows(folder / "rows.jsonl"), read_raw(folder / "raw.jsonl"), read_configs(folder)
+    except MkError as error:
+        return [str(error)]
+    kept += rows
+    if not rows:
+        return [f"{name}/rows.jsonl has no rows"]
+    found = check_kept(rows, raw, configs, folder.parent.name, root)
+    return [f"{name}/rows.jsonl:{number}: {problem}" for number, problem in found]
 
 
 def main(argv: list[str]) -> int:
@@ -157,11 +239,14 @@ def main(argv: list[str]) -> int:
     results = ROOT / "results"
     try:
         if len(argv) == 2 and argv[0] == "promote":
-            run = Path(argv[1]) if Path(argv[1]).is_dir() else ROOT / "runs" / argv[1]
-            print(promote(run, results))
+            runs = [Path(run) if Path(run).is_dir() else ROOT / "runs" / run for run in argv[1].split(",")]
+            if len({run.resolve().name for run in runs}) < len(runs):
+                raise MkError(f"{argv[1]} names a run twice")
+            for prepared in [prepare(run, results) for run in runs]:  # all are sound before one is written
+                print(prepared.write())
             return 0
         if argv != ["verify"]:
-            raise MkError("promote RUN, or verify", hint="make promote run=ID, make verify-results")
+            raise MkError("promote RUN[,RUN...], or verify", hint="make promote run=ID[,ID...], make verify-results")
     except MkError as error:
         print(f"error: {error}" + f"\nhint: {error.hint}" * bool(error.hint), file=sys.stderr)
         return 2

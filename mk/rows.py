@@ -211,18 +211,41 @@ class Row:
 def read_rows(path: Path) -> list[Row]:
     """The rows of a rows.jsonl file, in order. Raises MkError naming the line that is not a row."""
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(_lines(path), start=1):
         try:
-            rows.append(Row.from_json(json.loads(line)))
+            rows.append(Row.from_json(_object(line)))
         except (MkError, ValueError) as error:
             raise MkError(f"{path}:{number}: {error}") from error
     return rows
 
 
 def read_raw(path: Path) -> dict[str, dict[str, Any]]:
-    """The lines of a raw.jsonl file by their sha256, which is what a row knows its own by."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {hashlib.sha256(line.encode()).hexdigest(): json.loads(line) for line in lines}
+    """The lines of a raw.jsonl file by their sha256, which is what a row knows its own by; none without a file.
+
+    Raises MkError naming the line that is no JSON object.
+    """
+    found = {}
+    for number, line in enumerate(_lines(path) if path.exists() else [], start=1):
+        try:
+            found[hashlib.sha256(line.encode()).hexdigest()] = _object(line)
+        except ValueError as error:
+            raise MkError(f"{path}:{number}: {error}") from error
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise MkError(f"{path} cannot be read: {error}") from error
+
+
+def _object(line: str) -> dict[str, Any]:
+    """Raises ValueError for other JSON too."""
+    values = json.loads(line)
+    if not isinstance(values, dict):
+        raise ValueError("no JSON object")
+    return values
 
 
 def _check(name: str, value: Any, hint: Any) -> None:

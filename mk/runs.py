@@ -16,7 +16,6 @@ import itertools
 import json
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -27,9 +26,10 @@ from typing import Any, Self
 from mk.compose import to_yaml
 from mk.config import Config, SamplingConfig, config_hash, resolved
 from mk.errors import MkError
+from mk.kept import TEXTS, host_free, model_name
 from mk.loggers import Logger, make_logger
 from mk.rows import SCHEMA, Row, read_raw
-from mk.sources import ROOT, source_hash
+from mk.sources import ROOT, commit_source_hash, recent_commits, source_hash
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "hydra-core", "omegaconf")
 
@@ -77,7 +77,7 @@ class RunFolder:
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "experiment": cfg.experiment.name,
             "engine": engine,
-            "model": cfg.model.path or cfg.model.name,
+            "model": model_name(cfg.model.name, cfg.model.path),
             "weights": cfg.weights.name,
             "gpu": cfg.gpu.name,
             "dtype": dtype,
@@ -164,15 +164,9 @@ def _unique_folder(root: Path, name: str) -> Path:
 
 
 def git_commit() -> tuple[str, bool]:
-    """(commit of this code, whether the tree differs from it); ("none", False) outside a repository."""
-
-    def git(*args: str) -> str:
-        return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True, timeout=10).stdout
-
-    try:
-        return git("rev-parse", "HEAD").strip(), bool(git("status", "--porcelain").strip())
-    except (OSError, subprocess.SubprocessError):
-        return "none", False
+    """(commit of this code, whether tracked sources differ from it); ("none", False) outside a repository."""
+    head = next(iter(recent_commits(1, ROOT)), "none")
+    return head, head != "none" and source_hash(ROOT) != commit_source_hash(head, ROOT)
 
 
 def write_csv(rows: Path, table: Path) -> None:
@@ -193,7 +187,7 @@ def command_line(argv: list[str]) -> str | None:
 
     def local(argument: str) -> str:
         key, equals, value = argument.partition("=")
-        return f"{key}={Path(value).name}" if equals and value.startswith("/") else argument
+        return argument if key.rpartition(".")[2] in TEXTS else f"{key}{equals}{host_free(value)}"
 
     return shlex.join(["python", "run.py", *map(local, argv[1:])])
 

@@ -27,19 +27,34 @@ def source_hash(root: Path = ROOT) -> str:
 def commit_source_hash(commit: str, root: Path = ROOT) -> str:
     """Of a commit's files. Raises MkError where this repository has no such commit."""
     try:
-        listing = _git(root, "ls-tree", "-r", "-z", commit, "--", *FOLDERS, *FILES)
+        listing = _git(root, "ls-tree", "-r", "-z", commit, "--", *FOLDERS, *FILES) if tracked(root) else None
     except (OSError, subprocess.SubprocessError) as error:
         raise MkError(f"this repository has no commit {commit}") from error
+    if listing is None:
+        raise MkError(f"these sources are in no repository, and so not of commit {commit}")
     entries = [line.split("\t", 1) for line in listing.split("\0") if line]
     return _digest({name: about.split()[2] for about, name in entries})
 
 
 def tracked(root: Path) -> set[str] | None:
-    """The tracked paths of those folders and files; None outside a repository."""
+    """The tracked paths of those folders and files; None where `root` is no repository of its own.
+
+    The sources may have been unpacked inside another one, which knows nothing of them, or has them in a folder.
+    """
     try:
-        return set(_git(root, "ls-files", "-z", "--", *FOLDERS, *FILES).split("\0")) - {""}
+        if Path(_git(root, "rev-parse", "--show-toplevel").rstrip("\n")).resolve() != root.resolve():
+            return None
+        return (set(_git(root, "ls-files", "-z", "--", *FOLDERS, *FILES).split("\0")) - {""}) or None
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def recent_commits(most: int, root: Path = ROOT) -> list[str]:
+    """The newest commits of this repository, HEAD first; none outside of one and before the first."""
+    try:
+        return _git(root, "rev-list", f"--max-count={most}", "HEAD").split() if tracked(root) else []
+    except (OSError, subprocess.SubprocessError):
+        return []
 
 
 def _git(root: Path, *args: str) -> str:

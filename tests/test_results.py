@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from mk import results
 from mk.compose import load_config
 from mk.errors import MkError
+from mk.kept import hash_of, host_free, model_name
 from mk.model.geometry import PRESETS
 from mk.readme_figures import check_readme
+from mk.recompute import different
 from mk.roofline import uniform_experts
 from mk.rows import Row, read_raw, read_rows
 from mk.runs import RunFolder
@@ -23,6 +28,7 @@ from mk.sources import FILES, ROOT, source_hash
 from mk.step_figures import experts_agree, median_ratio, raw_steps, step_figures
 
 FULL = PRESETS["north_mini_code"]
+PLAN = ("schedule", "wave_order", "placement")
 STEPS = [2.0 + 0.001 * (i * 7 % 32) for i in range(64)]
 
 
@@ -50,9 +56,9 @@ def commit(root: Path) -> str:
     ).stdout.strip()
 
 
-def made(root: Path, **meta: Any) -> RunFolder:
+def made(root: Path, *overrides: str, **meta: Any) -> RunFolder:
     """A run of both engines at batch 1 and 2."""
-    run = RunFolder.create(load_config(["experiment=decode_throughput"]), root=root.parent / "runs")
+    run = RunFolder.create(load_config(["experiment=decode_throughput", *overrides]), root=root.parent / "runs")
     run.meta.update({"commit": commit(root), "dirty": False, "source_hash": source_hash(root), **meta})
     for batch in (1, 2):
         experts, context = [uniform_experts(FULL, batch)] * 48, [8192] * batch
@@ -64,7 +70,7 @@ def made(root: Path, **meta: Any) -> RunFolder:
         of = median_ratio(slow["step_ms"], raw["step_ms"])
         ratio = {"ratio": of.ratio, "ratio_low": of.low, "ratio_high": of.high, "ratio_to": kernel.digest}
         figures = step_figures(FULL, run.config.gpu, context, slow)
-        theirs = run.row(engine="vllm", **fields, **figures, **ratio)
+        theirs = run.row(engine="vllm", **fields, **figures, **ratio, **dict.fromkeys(PLAN, "vllm"))
         run.append_row(theirs, slow | {"kernel_step_ms": raw["step_ms"], "log": ["INFO"]})
     return run
 
@@ -148,7 +154,7 @@ def test_edited_or_missing_raw_data_is_refused(repository: Path) -> None:
 
 def test_faster_than_memory_is_refused(repository: Path) -> None:
     folder = kept(repository)
-    edit(folder / "rows.jsonl", 0, lambda v: Row.from_json({**v, "schema": 1, "pct_nominal": 100.5}).to_json())
+    edit(folder / "rows.jsonl", 0, lambda v: Row.from_json({**v, "pct_nominal": 100.5}).to_json())
     assert any("100.5 % of the card's bandwidth" in problem for problem in problems(repository))
 
 
@@ -192,11 +198,192 @@ def test_too_much_raw_data_and_a_run_that_is_there_are_refused(repository: Path)
     with pytest.raises(MkError, match="is there already"):
         results.promote(run.path, repository / "results", repository)
     with (run.path / "raw.jsonl").open("a") as file:
-        file.write(json.dumps([0] * 100_000) + "\n")
+        file.write(json.dumps({"step_ms": [0] * 100_000}) + "\n")
     with pytest.raises(MkError, match="more than 200000"):
         results.promote(run.path, repository / "results", repository)
     with pytest.raises(MkError, match="no run folder"):
         results.promote(repository, repository / "results", repository)
+
+
+def test_what_cannot_be_kept_is_refused_before_anything_is_written(repository: Path) -> None:
+    def refused(change: Callable[[Path], object], message: str) -> None:
+        run = made(repository).path
+        change(run)
+        with pytest.raises(MkError, match=message):
+            results.promote(run, repository / "results", repository)
+        assert not (repository / "results").exists()
+
+    old = {"schema": 1}
+    refused(
+        lambda run: edit(run / "rows.jsonl", 0, lambda v: Row.from_json(v | old).to_json()), "row 1: is of schema 1"
+    )
+    for name in ("raw.jsonl", "config.yaml"):
+        refused(lambda run, name=name: (run / name).unlink(), rf"{name} is missing")
+    refused(lambda run: (run / "rows.jsonl").write_text(""), r"rows\.jsonl has no rows")
+    refused(lambda run: (run / "raw.jsonl").write_text("{}\n{"), r"raw\.jsonl:2: ")
+    refused(lambda run: (run / "raw.jsonl").write_text("[1]\n"), r"raw\.jsonl:1: no JSON object")
+    refused(lambda run: (run / "raw.jsonl").write_bytes(b"\xff\n"), r"raw\.jsonl cannot be read")
+    refused(lambda run: (run / "config.yaml").write_text("a: ]"), r"config\.yaml is no configuration")
+    refused(lambda run: (run / "config.yaml").write_text(edited(run)), r"config\.yaml is not as it was written")
+
+
+def edited(folder: Path) -> str:
+    text = (folder / "config.yaml").read_text()
+    assert "context: 8192" in text
+    return text.replace("context: 8192", "context: 1024")
+
+
+def test_a_write_that_breaks_off_leaves_nothing(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    prepared = results.prepare(made(repository).path, repository / "results", repository)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", full)
+        with pytest.raises(MkError, match="No space left"):
+            prepared.write()
+    assert list((repository / "results" / "h200").iterdir()) == []
+    assert prepared.write().is_dir() and problems(repository) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"placement": "round_robin"}, "placement is round_robin, its configuration has row_owner"),
+        ({"wave_order": "parted"}, "wave_order is parted, its configuration has"),
+        ({"schedule": "work_stealing"}, "schedule is work_stealing, its configuration has static"),
+        ({"gpu": "cpu"}, "is of cpu, its folder of h200"),
+        ({"clock": "simulated"}, "is of simulated, its folder of h200"),
+        ({"batch": 3}, "batch is 3, its configuration has 1 or 2 or 4 or 8"),
+        ({"context": [1024]}, r"context is \[1024\], its configuration has \[8192\]"),
+        ({"config_hash": "0" * 64}, "its configuration 0000000000000000 is not beside it"),
+        ({"schema": 1}, "is of schema 1"),
+    ],
+)
+def test_an_axis_edited_and_sealed_anew_is_not_its_configurations(
+    repository: Path, change: dict[str, Any], message: str
+) -> None:
+    folder = kept(repository)
+    edit(folder / "rows.jsonl", 0, lambda values: Row.from_json(values | change).sealed().to_json())
+    assert any(re.search(rf"^h200/{folder.name}/rows\.jsonl:1: {message}", problem) for problem in problems(repository))
+
+
+def test_a_kept_folder_has_all_its_files_and_rows_and_its_own_configuration(repository: Path) -> None:
+    folder = kept(repository)
+    for name in results.KEPT:
+        text = (folder / name).read_text()
+        (folder / name).unlink()
+        assert problems(repository) == [f"h200/{folder.name}/{name} is missing"]
+        (folder / name).write_text(text)
+    rows = (folder / "rows.jsonl").read_text()
+    (folder / "rows.jsonl").write_text("")
+    assert problems(repository) == [f"h200/{folder.name}/rows.jsonl has no rows"]
+    (folder / "rows.jsonl").write_text(rows)
+    raw = (folder / "raw.jsonl").read_text()
+    (folder / "raw.jsonl").write_text(raw + "{\n")
+    assert [problem.split("raw.jsonl")[1][:4] for problem in problems(repository)] == [":5: "]
+    (folder / "raw.jsonl").write_text(raw)
+    (folder / "config.yaml").write_text(edited(folder))
+    assert "is not as it was written" in problems(repository)[0]
+    digest = hash_of(yaml.safe_load((folder / "config.yaml").read_text()))
+    lines = (folder / "config.yaml").read_text().splitlines(keepends=True)
+    (folder / "config.yaml").write_text("".join([f"# config_hash: {digest}\n", *lines[1:]]))
+    assert len(problems(repository)) == 4 and "is not beside it" in problems(repository)[0]
+
+
+def test_rows_outside_of_their_runs_folder_are_refused(repository: Path) -> None:
+    folder = kept(repository)
+    (folder.parent / "more.jsonl").write_text((folder / "rows.jsonl").read_text())
+    (folder.parent / "none.jsonl").write_text("")
+    (folder / "other.jsonl").write_text((folder / "rows.jsonl").read_text())
+    found = problems(repository)
+    assert any("h200/more.jsonl:1: is kept in no folder of its run" in problem for problem in found)
+    assert "h200/none.jsonl has no rows" in found
+    assert f"h200/{folder.name}/other.jsonl: rows lie in <card>/<run>/rows.jsonl" in found
+
+
+def test_a_run_of_several_configurations_keeps_each(repository: Path) -> None:
+    run = made(repository)
+    job = load_config(["experiment=decode_throughput", "placement=round_robin"])
+    raw = raw_steps(STEPS, [8.0] * 48)
+    row = run.under(job).row(
+        engine="cuda", dtype="bfloat16", batch=1, context=[8192], checks={}, **step_figures(FULL, job.gpu, [8192], raw)
+    )
+    run.append_row(row, raw)
+    folder = results.promote(run.path, repository / "results", repository)
+    assert problems(repository) == []
+    (stored,) = (folder / "configs").iterdir()
+    assert stored.name == f"{row.config_hash[:16]}.yaml"
+    stored.unlink()
+    assert problems(repository) == [
+        f"h200/{folder.name}/rows.jsonl:5: its configuration {row.config_hash[:16]} is not beside it"
+    ]
+
+
+def test_folders_of_the_host_are_not_published(repository: Path) -> None:
+    model = repository.parent / "models" / "north_mini_code"
+    model.mkdir(parents=True)
+    run = made(repository, f"model.path={model}", "experiment.trace=true")
+    original = run.meta["config_hash"]
+    folder = results.promote(run.path, repository / "results", repository)
+    text, rows = (folder / "config.yaml").read_text(), read_rows(folder / "rows.jsonl")
+    assert str(model) in (run.path / "config.yaml").read_text()
+    assert not any(str(repository.parent) in path.read_text() for path in folder.iterdir())
+    assert f"# with folders of its host: {original}\n" in text and "path: north_mini_code\n" in text
+    assert {row.model for row in rows} == {"north_mini_code"} and {row.config_hash for row in rows} == {
+        hash_of(yaml.safe_load(text))
+    }
+    assert [rows[1].ratio_to, rows[3].ratio_to] == [rows[0].digest, rows[2].digest]
+
+
+@pytest.mark.parametrize(
+    ("written", "public"),
+    [
+        ("/home/me/north", "north"),
+        ("~/north", "north"),
+        ("runs", "runs"),
+        ("CohereLabs/North-Mini-Code-1.0", "CohereLabs/North-Mini-Code-1.0"),
+        ("http://127.0.0.1:8000/v1", "http://127.0.0.1:8000/v1"),
+        ("wave_order=parted model.path=/home/me/north", "wave_order=parted model.path=north"),
+        ("[/a/b,'/c/d']", "[b,'d']"),
+        ("tokens / s", "tokens / s"),
+    ],
+)
+def test_a_host_free_text_names_no_absolute_path(written: str, public: str) -> None:
+    assert host_free(written) == public
+
+
+def test_a_model_goes_by_its_folders_name(tmp_path: Path) -> None:
+    assert model_name("nano", None) == "nano" and model_name("nano", str(tmp_path)) == tmp_path.name
+    assert model_name("nano", "CohereLabs/North") == "CohereLabs/North" and model_name("nano", "/gone/north") == "north"
+
+
+def test_several_runs_are_promoted_together_or_not_at_all(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(results, "ROOT", repository)
+    monkeypatch.setattr(results.prepare, "__defaults__", (repository,))
+    one, two = made(repository).path, made(repository).path
+    moved = two / "raw.jsonl"
+    text = moved.read_text()
+    moved.unlink()
+    assert results.main(["promote", f"{one},{two}"]) == 2 and "raw.jsonl is missing" in capsys.readouterr().err
+    assert not (repository / "results").exists()
+    moved.write_text(text)
+    assert results.main(["promote", f"{one},{one}"]) == 2 and "names a run twice" in capsys.readouterr().err
+    assert results.main(["promote", f"{one},{two}"]) == 0
+    assert {path.name for path in (repository / "results" / "h200").iterdir()} == {one.name, two.name}
+    assert problems(repository) == []
+
+
+@pytest.mark.parametrize(
+    "raw", [{"call_ms": []}, {"new_tokens": [3], "decode_s": 0}, {"call_ms": [1.0], "host_ms": "a"}]
+)
+def test_raw_data_that_gives_no_figure_is_a_problem_and_no_traceback(repository: Path, raw: dict[str, Any]) -> None:
+    row = read_rows(made(repository).path / "rows.jsonl")[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert "its figures cannot be computed" in next(iter(different(row, raw)))
 
 
 def test_old_rows_are_listed_as_such(repository: Path) -> None:

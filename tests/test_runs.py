@@ -20,7 +20,7 @@ from mk.config import config_hash
 from mk.errors import MkError
 from mk.rows import Row, read_rows
 from mk.runs import RunFolder, command_line, data_of, git_commit
-from mk.sources import FILES, ROOT, commit_source_hash, source_hash
+from mk.sources import FILES, ROOT, commit_source_hash, recent_commits, source_hash
 
 
 @pytest.fixture
@@ -133,6 +133,69 @@ def test_the_sources_of_a_commit_hash_like_the_files(tmp_path: Path) -> None:
     assert source_hash(tmp_path) != commit_source_hash(commit, tmp_path)
     with pytest.raises(MkError, match="no commit 0123"):
         commit_source_hash("0123", tmp_path)
+
+
+def commit_all(root: Path) -> None:
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "one"]):
+        subprocess.run(["git", *command], cwd=root, check=True)
+
+
+def write_sources(root: Path) -> None:
+    (root / "mk").mkdir(parents=True)
+    for name in (*FILES, "mk/a.py", "README.md"):
+        (root / name).write_text(name)
+
+
+def test_dirty_are_changes_to_tracked_sources_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mk.runs.ROOT", tmp_path)
+    write_sources(tmp_path)
+    commit_all(tmp_path)
+    commit, dirty = git_commit()
+    assert len(commit) == 40 and not dirty
+    (tmp_path / "README.md").write_text("a new figure")
+    (tmp_path / "results" / "h200").mkdir(parents=True)
+    (tmp_path / "results" / "h200" / "rows.jsonl").write_text("{}")  # as a promotion leaves it
+    (tmp_path / "mk" / "untracked.py").write_text("")
+    assert git_commit() == (commit, False)
+    (tmp_path / "mk" / "a.py").write_text("edited")
+    assert git_commit() == (commit, True)
+    (tmp_path / "mk" / "a.py").unlink()
+    assert git_commit() == (commit, True)
+    (tmp_path / "mk" / "a.py").write_text("mk/a.py")
+    assert git_commit() == (commit, False)
+    subprocess.run(["git", "add", "mk/untracked.py"], cwd=tmp_path, check=True)
+    assert git_commit() == (commit, True)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_sources_inside_another_repository_are_without_git(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    inside = tmp_path / "other" / "vendored"
+    write_sources(inside)
+    alone = source_hash(inside)
+    (tmp_path / "other" / ".gitignore").write_text("" if known else "vendored")
+    commit_all(tmp_path / "other")
+    monkeypatch.setattr("mk.runs.ROOT", inside)
+    assert git_commit() == ("none", False) and source_hash(inside) == alone
+    assert recent_commits(5, inside) == []
+    (inside / "mk" / "a.py").write_text("two")
+    assert source_hash(inside) != alone
+    with pytest.raises(MkError, match="in no repository"):
+        commit_source_hash("HEAD", inside)
+
+
+def test_a_repository_that_tracks_no_source_is_none(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("")
+    commit_all(tmp_path)
+    write_sources(tmp_path / "copy")
+    for path in (tmp_path / "copy").iterdir():
+        path.rename(tmp_path / path.name)
+    assert recent_commits(1, tmp_path) == []
+    found = source_hash(tmp_path)
+    (tmp_path / "mk" / "a.py").write_text("two")
+    assert source_hash(tmp_path) != found
 
 
 @pytest.mark.parametrize("figure", [math.nan, math.inf, -math.inf])

@@ -1,0 +1,146 @@
+"""The configurations beside kept rows: read, without folders of a host, and what they say of a row's axes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mk.errors import MkError
+from mk.rows import Row
+
+TEXTS = ("prompt", "prompts")  # of the configuration: they may begin with a slash and name no folder
+FOLDERS = re.compile(r"(?<![^\s=,\[\"'])~?/[^\s,\]\"']+")  # an absolute path in an override
+
+
+def host_free(value: str) -> str:
+    """The text with the last part alone of each absolute path."""
+    if value.startswith(("/", "~/")):
+        return Path(value).name
+    return FOLDERS.sub(lambda match: Path(match.group()).name, value)
+
+
+def model_name(name: str, path: str | None) -> str:
+    """What a row calls its model: a folder's base name, a hub id whole, or the preset's name."""
+    if path is None:
+        return name
+    return Path(path).name if Path(path).is_dir() else host_free(path)
+
+
+def read_configs(folder: Path) -> dict[str, dict[str, Any]]:
+    """config.yaml and configs/*.yaml of a run or a kept folder by their hashes. Raises MkError naming a broken one."""
+    paths = [folder / "config.yaml", *sorted((folder / "configs").glob("*.yaml"))]
+    return dict(_read(path) for path in paths)
+
+
+def published(configs: Mapping[str, dict[str, Any]]) -> tuple[dict[str, str], dict[str, str]]:
+    """(the files of a kept folder by their names, the hash of each kept configuration by that of the original).
+
+    The first is config.yaml, the others lie in configs/. Folders of the host are left out; where there were some, the
+    original's hash stands in a second comment.
+    """
+    files: dict[str, str] = {}
+    hashes: dict[str, str] = {}
+    for original, config in configs.items():
+        public = _public(config)
+        digest = hashes[original] = hash_of(public)
+        name = f"configs/{digest[:16]}.yaml" if files else "config.yaml"
+        was = f"# with folders of its host: {original}\n" * (digest != original)
+        files[name] = f"# config_hash: {digest}\n{was}{OmegaConf.to_yaml(OmegaConf.create(public))}"
+    return files, hashes
+
+
+def hash_of(config: Mapping[str, Any]) -> str:
+    """As mk.config.config_hash, of a configuration that was read."""
+    text = json.dumps(config, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def card_of(row: Row) -> str:
+    """The folder of results/ that a row is kept in."""
+    return "simulated" if row.clock == "simulated" else row.gpu
+
+
+def config_problems(row: Row, configs: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+    """What of a row differs from the configuration that it names."""
+    config = configs.get(row.config_hash)
+    if config is None:
+        yield f"its configuration {row.config_hash[:16]} is not beside it"
+        return
+    try:
+        may = _axes(row, config)
+        context = _contexts(row, config)
+    except (KeyError, TypeError, AttributeError) as error:
+        yield f"its configuration {row.config_hash[:16]} lacks {error}"
+        return
+    for axis, allowed in may.items():
+        if getattr(row, axis) not in allowed:
+            yield f"{axis} is {getattr(row, axis)}, its configuration has {' or '.join(map(str, allowed))}"
+    if context is not None and row.context not in context:
+        yield f"context is {row.context}, its configuration has {' or '.join(map(str, context))}"
+
+
+def _axes(row: Row, config: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """What each axis of a row may be. An experiment that sets one itself is named here."""
+    experiment, model = config["experiment"], config["model"]
+    path = model["path"]
+    may = {name: [config[name]["name"]] for name in ("gpu", "routing", "schedule", "wave_order", "placement")}
+    may["model"] = [model["name"]] if path is None else [path, Path(path).name]
+    if row.engine == "vllm":
+        may |= {name: ["vllm"] for name in ("schedule", "wave_order", "placement")}
+    elif experiment["name"] == "slow_sm":
+        may["schedule"] = ["static", "work_stealing"]
+    if experiment["name"] == "prefill_throughput":
+        may["batch"] = [1] * bool(experiment["lengths"]) + [experiment["packed_rows"]] * bool(experiment["packed"])
+    elif experiment["name"] == "quickstart":
+        may["batch"] = [config["batch"]["size"]] + [len(experiment["ragged"])] * bool(experiment["ragged"])
+    else:
+        may["batch"] = experiment.get("batches") or [experiment.get("batch", config["batch"]["size"])]
+    return may
+
+
+def _contexts(row: Row, config: Mapping[str, Any]) -> list[list[int]] | None:
+    """What a row's contexts may be; None where a text decides."""
+    experiment = config["experiment"]
+    if experiment["name"] == "prefill_throughput":
+        alone = [[length] for length in experiment["lengths"]]
+        return alone + [[length] * experiment["packed_rows"] for length in experiment["packed"]]
+    if experiment["name"] == "quickstart":
+        first = config["batch"]["contexts"]
+        if first is None and row.batch == config["batch"]["size"]:
+            return None
+        return [contexts for contexts in (first, experiment["ragged"]) if contexts is not None]
+    if isinstance(experiment.get("context"), int):
+        return [[experiment["context"]] * row.batch]
+    return None
+
+
+def _read(path: Path) -> tuple[str, dict[str, Any]]:
+    try:
+        text = path.read_text()
+        config = OmegaConf.to_container(OmegaConf.create(text))
+    except FileNotFoundError as error:
+        raise MkError(f"{path} is missing") from error
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise MkError(f"{path} is no configuration: {str(error).splitlines()[0]}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("experiment"), dict):
+        raise MkError(f"{path} is no configuration")
+    digest = hash_of(config)  # type: ignore[arg-type]  # keys of a configuration are strings
+    if text.splitlines()[0] != f"# config_hash: {digest}":
+        raise MkError(f"{path} is not as it was written: its hash is {digest}")
+    return digest, config  # type: ignore[return-value]
+
+
+def _public(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: _public(item, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_public(item, key) for item in value]
+    return host_free(value) if isinstance(value, str) and key not in TEXTS else value
