@@ -10,7 +10,6 @@ from mk.errors import MkError
 from mk.rows import Row
 from mk.step_figures import Ratio
 
-
 # what decode_throughput reads of a configuration
 READ = ("model", "weights", "gpu", "schedule", "wave_order", "placement", "routing", "sampling",
         "engine.name", "engine.ring", "engine.handoff", "engine.attention",

@@ -1,8 +1,8 @@
 """Decode steps of the kernel beside vLLM's, batch by batch at one context, for each routing, and their ratio.
 
 vLLM runs first, in its own process, so that the card is free for each. A ratio stands only between rows that touched
-equally many experts, within 2 %. Where no vLLM is configured the kernel's rows are made all the same, and the table says
-what is missing and how to install it; one that is configured and not there is an error before anything is loaded.
+equally many experts, within 2 %. Where no vLLM is configured the kernel's rows are made all the same, and the table
+says what is missing and how to install it; one that is configured and not there is an error before anything is loaded.
 """
 
 from __future__ import annotations

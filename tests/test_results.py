@@ -20,7 +20,7 @@ from mk.roofline import uniform_experts
 from mk.rows import Row, read_raw, read_rows
 from mk.runs import RunFolder
 from mk.sources import FILES, ROOT, source_hash
-from mk.step_figures import Ratio, experts_agree, half_interval, median_ratio, raw_steps, step_figures
+from mk.step_figures import experts_agree, median_ratio, raw_steps, step_figures
 
 FULL = PRESETS["north_mini_code"]
 STEPS = [2.0 + 0.001 * (i * 7 % 32) for i in range(64)]
@@ -258,14 +258,3 @@ def test_raw_data_is_found_by_its_hash(repository: Path) -> None:
     raw = read_raw(run.path / "raw.jsonl")
     rows = read_rows(run.path / "rows.jsonl")
     assert [run.raw_of(row) for row in rows] == [raw[row.raw_sha256 or ""] for row in rows] and len(raw) == 4
-
-
-def test_intervals_have_students_quantiles_and_no_claim_is_made_of_a_small_effect() -> None:
-    t = pytest.importorskip("scipy.stats").t
-    for n in range(2, 40):
-        values = np.arange(n, dtype=np.float64)
-        quantile = half_interval(values) / (values.std(ddof=1) / np.sqrt(n))
-        assert quantile == pytest.approx(t.ppf(0.975, n - 1), abs=6e-4 if n <= 31 else 0.08)
-    assert not Ratio(1.0029, 1.002, 1.004).detectable and not Ratio(0.9971, 0.996, 0.998).detectable
-    assert Ratio(1.0031, 1.002, 1.004).detectable and Ratio(0.9969, 0.996, 0.998).detectable
-    assert not Ratio(1.1, 0.99, 1.2).detectable

@@ -3,8 +3,8 @@
     python vllm_bench.py SPEC.json       (experiments/baselines/vllm_process.py writes it, and reads the results)
 
 Results are lines of JSON in the file that the specification names; what is printed is a log. A step is the gap between
-two outputs of the engine in a row in which every sequence has one token more. `kv=prefilled`: the prompts are computed once, and
-their blocks found again in the prefix cache; `kv=synthetic`: vLLM's DecodeBenchConnector fills them.
+two outputs of the engine in a row in which every sequence has one token more. `kv=prefilled`: the prompts are computed
+once, and their blocks found again in the prefix cache; `kv=synthetic`: vLLM's DecodeBenchConnector fills them.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Bench:
             long.append(seconds)
             timed = gaps[spec["warmup"] :][: spec["steps"]]
             if len(timed) != spec["steps"]:
-                raise ValueError(f"{len(timed)} steps of all {batch} sequences, not {spec['steps']}")
+                raise ValueError(f"{len(timed)} timed steps of all {batch} sequences, not {spec['steps']}")
             step_ms += timed
         tpot = (statistics.median(long) - statistics.median(short)) / (self.tokens - SHORT) * 1e3
         self.results.add("decode", batch=batch, context=context, step_ms=step_ms, tpot_ms=tpot)
