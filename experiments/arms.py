@@ -10,13 +10,35 @@ from mk.errors import MkError
 from mk.rows import Row
 from mk.step_figures import Ratio
 
+# what decode_throughput reads of a configuration
+READ = ("model", "weights", "gpu", "schedule", "wave_order", "placement", "routing", "sampling",
+        "engine.name", "engine.ring", "engine.handoff", "engine.attention",
+        "experiment.context", "experiment.steps", "experiment.warmup", "experiment.check_tokens")  # fmt: skip
+
+
+def require_read(override: str) -> None:
+    """Raises MkError for an override of a variant that would change nothing of what runs."""
+    key = override.partition("=")[0]
+    if key != "engine" and not _within(key, READ):
+        raise MkError(f"experiment.variants: {override}: decode_throughput does not read {key}")
+
+
+def _within(key: str, parents: Sequence[str]) -> bool:
+    return any(key == parent or key.startswith(f"{parent}.") for parent in parents)
+
 
 def require_axes(axes: Sequence[str], jobs: Sequence[tuple[str, Config]]) -> None:
-    """Raises MkError for a key in which two variants differ and that is none of the axes, or in none of them."""
+    """Raises MkError for an axis that is no key, and for a key in which two variants differ beyond the axes."""
     (first, base), *others = [(label, dict(_leaves(resolved(job)))) for label, job in jobs]
+    keys = {*base}.union(*(leaves for _, leaves in others))
+    for axis in axes:
+        if not any(_within(key, [axis]) for key in keys):
+            raise MkError(
+                f"experiment.axes: {axis} is no key of the configuration", hint="python run.py --cfg job lists them"
+            )
     for label, leaves in others:
         apart = [key for key in {*base, *leaves} if base.get(key) != leaves.get(key)]
-        beyond = sorted(key for key in apart if not any(key == axis or key.startswith(f"{axis}.") for axis in axes))
+        beyond = sorted(key for key in apart if not _within(key, axes))
         if beyond:
             raise MkError(
                 f"{label!r} and {first!r} differ in {beyond[0]}, and experiment.axes={list(axes)}",

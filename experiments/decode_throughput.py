@@ -179,7 +179,7 @@ def _check(
 
 def check(cfg: Config) -> None:
     """Refuses what this experiment cannot measure, or not here, before anything is loaded."""
-    _check_settings(cfg)
+    check_settings(cfg)
     if not torch.cuda.is_available():
         raise MkError(
             "decode_throughput needs a GPU, and torch sees none here",
@@ -188,7 +188,8 @@ def check(cfg: Config) -> None:
     DeviceFacts.read().require(cfg.gpu)
 
 
-def _check_settings(cfg: Config) -> None:
+def check_settings(cfg: Config) -> None:
+    """Raises MkError for settings that cannot be timed, on any machine."""
     s, ring = cfg.experiment, cfg.engine.ring
     engine, most = cfg.engine.name, ring.slots - UNSAFE_SLOTS
     cases: list[tuple[bool, str, str | None]] = [

@@ -3,7 +3,7 @@
 A variant is what decode_throughput runs with the same overrides on the command line: same configuration and hash, same
 checks. Variants may differ in the ablated axes alone, and two of them that would execute the same fail the run. On the
 card every round runs all of them, forwards then backwards, and the first one twice: between it and itself no
-difference may be found.
+difference may be found. What was measured is written, whatever fails after it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from experiments import decode_throughput, simulated_variants
-from experiments.arms import require_apart, require_axes, table
+from experiments.arms import require_apart, require_axes, require_read, table
 from experiments.decode_rows import Timing
 from experiments.decode_throughput import Bench, job_of
 from mk.compose import expand_sweep, vary
@@ -24,6 +24,7 @@ from mk.runs import RunFolder
 from mk.step_figures import block_ratio
 
 AGAIN = " (again)"  # what the first variant's second arm is called
+FAILS = (MkError, torch.cuda.OutOfMemoryError)  # what ends an arm, and no other one
 
 
 def main(cfg: Config) -> int:
@@ -33,6 +34,8 @@ def main(cfg: Config) -> int:
         raise MkError(
             "variants are timed without a bound or a trace", hint="experiment=decode_throughput, for one of them"
         )
+    for _, job in jobs:
+        decode_throughput.check_settings(job)
     if not torch.cuda.is_available():
         return simulated_variants.run(cfg, jobs)
     for _, job in jobs:
@@ -40,8 +43,8 @@ def main(cfg: Config) -> int:
     with RunFolder.create(cfg) as run:
         found, failed = on_card(cfg, jobs, run)
         print(f"\n{table(found, cfg.experiment.batches)}")
-        for label, message in failed.items():
-            print(f"failed: {label}: {message}")
+        for message in failed:
+            print(f"failed: {message}")
         print(f"run folder: {run.path}")
     return int(bool(failed))
 
@@ -55,6 +58,8 @@ def variants(cfg: Config) -> list[tuple[str, Config]]:
         if not variant.split() or any(override.startswith("experiment=") for override in variant.split()):
             raise MkError(f"experiment.variants: {variant!r} is not some overrides of decode_throughput")
         for overrides in expand_sweep(variant.split()):
+            for override in overrides:
+                require_read(override)
             jobs.append((" ".join(overrides), job_of(vary(cfg, overrides))))
     labels = [label for label, _ in jobs]
     for label in labels:
@@ -64,79 +69,109 @@ def variants(cfg: Config) -> list[tuple[str, Config]]:
     return jobs
 
 
-def on_card(cfg: Config, jobs: list[tuple[str, Config]], run: RunFolder) -> tuple[dict[str, list[Row]], dict[str, str]]:
-    """Rows by variant, and what failed by variant. Raises MkError where two variants execute the same."""
+def on_card(cfg: Config, jobs: list[tuple[str, Config]], run: RunFolder) -> tuple[dict[str, list[Row]], list[str]]:
+    """Rows by variant, and what failed. Raises MkError where two variants execute the same."""
     settings = cfg.experiment
     found: dict[str, list[Row]] = {}
-    failed: dict[str, str] = {}
+    failed: list[str] = []
     alone = settings.rounds == 1  # then each is closed before the next one opens: long contexts fill the card
     benches: dict[str, Bench] = {}
+    executed: dict[int, dict[str, str]] = {batch: {} for batch in settings.batches}
     for number, (label, job) in enumerate(jobs, 1):
         print(f"\n[{number}/{len(jobs)}] {label}", flush=True)
         try:
-            bench = Bench.open(job)
-            bench.check()
             if alone:
-                found[label] = [
-                    _told(bench.append(run, b, bench.measure(b), **_named(cfg, label))) for b in settings.batches
-                ]
+                found[label] = []
+                _by_itself(cfg, run, label, job, executed, found[label])
             else:
-                benches[label] = bench
-        except (MkError, torch.cuda.OutOfMemoryError) as error:
-            failed[label] = str(error)
+                benches[label] = _opened(job)
+        except FAILS as error:
+            failed.append(f"{label}: {error}")
             print(f"failed: {error}", flush=True)
     for batch in settings.batches if benches else []:
         require_apart({label: bench.executed(batch) for label, bench in benches.items()}, batch)
     for batch in settings.batches if benches else []:
         blocks = in_turn(benches, batch, settings.rounds, failed)
-        rows = append(cfg, run, benches, batch, blocks)
-        for label, row in rows.items():
+        for label, row in append(cfg, run, benches, batch, blocks, failed).items():
             found.setdefault(label, []).append(_told(row))
-        again = next((row for label, row in rows.items() if label.endswith(AGAIN)), None)
-        if again is not None and again.unstable:
-            failed[f"batch {batch}"] = again.unstable
     return found, failed
 
 
-def in_turn(benches: dict[str, Bench], batch: int, rounds: int, failed: dict[str, str]) -> dict[str, list[Timing]]:
-    """`rounds` blocks of every arm, the first variant's second arm among them; one that fails is left out."""
+def _opened(job: Config) -> Bench:
+    bench = Bench.open(job)
+    bench.check()
+    return bench
+
+
+def _by_itself(
+    cfg: Config, run: RunFolder, label: str, job: Config, executed: dict[int, dict[str, str]], rows: list[Row]
+) -> None:
+    """Fills rows, a batch each; nothing of the bench outlives the call. executed: by batch, what ran before."""
+    bench = _opened(job)
+    for batch in cfg.experiment.batches:
+        executed[batch][label] = bench.executed(batch)
+        require_apart(executed[batch], batch)
+    for batch in cfg.experiment.batches:
+        rows.append(_told(bench.append(run, batch, bench.measure(batch), **_named(cfg, label))))
+
+
+def in_turn(benches: dict[str, Bench], batch: int, rounds: int, failed: list[str]) -> dict[str, list[Timing]]:
+    """`rounds` blocks of every arm, the first variant's second arm among them; of one that fails, those before."""
     first = next(iter(benches))
     arms = {**benches, first + AGAIN: benches[first]}
     blocks: dict[str, list[Timing]] = {label: [] for label in arms}
+    going = list(arms)
     for number in range(rounds):
-        order = list(blocks) if number % 2 == 0 else list(reversed(blocks))
-        for label in order:
+        for label in list(going) if number % 2 == 0 else list(reversed(going)):
             try:
                 blocks[label].append(arms[label].measure(batch, number, rounds))
-            except MkError as error:
-                if label == first:
-                    raise
-                failed[label] = f"batch {batch}: {error}"
-                del blocks[label]
+            except FAILS as error:
+                failed.append(f"{label}: batch {batch}, block {number + 1} of {rounds}: {error}")
+                going.remove(label)
     return blocks
 
 
 def append(
-    cfg: Config, run: RunFolder, benches: dict[str, Bench], batch: int, blocks: dict[str, list[Timing]]
+    cfg: Config,
+    run: RunFolder,
+    benches: dict[str, Bench],
+    batch: int,
+    blocks: dict[str, list[Timing]],
+    failed: list[str],
 ) -> dict[str, Row]:
-    """Writes the arms' rows, each with its ratio to the first one's."""
+    """Writes the arms' rows, each with its ratio to the first one's over the blocks that both have."""
     medians = {label: [timing.p50_ms for timing in timings] for label, timings in blocks.items()}
-    first, *_ = blocks
-    itself = block_ratio(medians[first + AGAIN], medians[first])
-    drift = None
-    if itself.detectable:
-        drift = f"{first} differs from itself: ratio {itself.low:.4f} to {itself.high:.4f}"
+    first, rounds = next(iter(blocks)), cfg.experiment.rounds
+    drift = _drift(first, medians, rounds)
+    if drift:
+        failed.append(f"batch {batch}: {drift}")
     rows: dict[str, Row] = {}
     for label, timings in blocks.items():
-        bench = benches[label.removesuffix(AGAIN)]
+        if not timings:
+            continue
         raw: dict[str, Any] = {"block_ms": medians[label]}
-        more = {**_named(cfg, label), "unstable": drift}
-        if label != first:
-            of = block_ratio(medians[label], medians[first])
-            raw["base_block_ms"] = medians[first]
+        cut = f"{len(timings)} of {rounds} blocks" if len(timings) < rounds else None
+        more = {**_named(cfg, label), "unstable": "; ".join(filter(None, (cut, drift))) or None}
+        pairs = min(len(timings), len(medians[first]))
+        if label != first and first in rows:
+            raw = {"block_ms": medians[label][:pairs], "base_block_ms": medians[first][:pairs]}
+            of = block_ratio(raw["block_ms"], raw["base_block_ms"])
             more |= {"ratio": of.ratio, "ratio_low": of.low, "ratio_high": of.high, "ratio_to": rows[first].digest}
-        rows[label] = bench.append(run, batch, Timing.join(timings), raw, **more)
+        try:
+            bench = benches[label.removesuffix(AGAIN)]
+            rows[label] = bench.append(run, batch, Timing.join(timings), raw, **more)
+        except MkError as error:  # figures that cannot be
+            failed.append(f"{label}: {error}")
     return rows
+
+
+def _drift(first: str, medians: dict[str, list[float]], rounds: int) -> str | None:
+    """Why no ratio of a batch is to be relied on; None where the first variant equals itself in all rounds."""
+    base, again = medians[first], medians[first + AGAIN]
+    if min(len(base), len(again)) < rounds:
+        return f"{first} was not compared with itself"
+    itself = block_ratio(again, base)
+    return f"{first} differs from itself: ratio {itself.low:.4f} to {itself.high:.4f}" if itself.detectable else None
 
 
 def _named(cfg: Config, label: str) -> dict[str, Any]:

@@ -117,6 +117,11 @@ class KernelAblation(Variants):
 
 
 @dataclass(slots=True)
+class RingAblation(Variants):
+    pass
+
+
+@dataclass(slots=True)
 class ContextSweep(Variants):
     pass
 

@@ -23,11 +23,13 @@ from mk.step_figures import MEASURED_ONLY, block_ratio, raw_steps, step_figures
 
 
 def run(cfg: Config, jobs: Sequence[tuple[str, Config]]) -> int:
-    """A simulated row a variant and batch, and their table. Exit status 0; a variant without a simulation is named.
+    """A simulated row a variant and batch, and their table. A variant without a simulation is named.
+
+    Exit status 1 where none of them has one.
 
     Raises MkError where two variants execute the same, and for a card that nothing was fitted for.
     """
-    settings, geometry = cfg.experiment, geometry_of(cfg)
+    settings = cfg.experiment
     found: dict[str, list[Row]] = {}
     left: dict[str, str] = {}
     print("simulated: torch sees no GPU here", flush=True)
@@ -36,6 +38,7 @@ def run(cfg: Config, jobs: Sequence[tuple[str, Config]]) -> int:
             executed: dict[str, str] = {}
             with progress(f"batch {batch}", len(jobs)) as done:
                 for number, (label, job) in enumerate(jobs, 1):
+                    geometry = geometry_of(job)
                     try:
                         if defines_of(job):
                             raise MkError("another build of the kernel, of which the simulator knows nothing")
@@ -43,10 +46,13 @@ def run(cfg: Config, jobs: Sequence[tuple[str, Config]]) -> int:
                     except MkError as error:
                         left[label] = str(error)
                         continue
-                    first = next((rows[-1] for rows in found.values() if rows[-1].batch == batch), None)
+                    first = None  # one round: no ratios, as on a card
+                    if settings.rounds > 1:
+                        first = next((rows[-1] for rows in found.values() if rows[-1].batch == batch), None)
                     row, program = simulated(cfg, label, job, folder, geometry, sample, first)
                     ids = forced_ids(job.routing, geometry, batch, 1)
-                    executed[label] = f"{program.schedule_hash} {job.engine.ring} {ids is None or ids.tolist()}"
+                    executes = program.schedule_hash, job.engine.ring, sample.keys, ids is None or ids.tolist()
+                    executed[label] = repr(executes)
                     found.setdefault(label, []).append(row)
                     done(number)
             require_apart(executed, batch)
@@ -56,7 +62,7 @@ def run(cfg: Config, jobs: Sequence[tuple[str, Config]]) -> int:
         for label, message in left.items():
             print(f"not simulated: {label}: {message}")
         print(f"run folder: {folder.path}")
-    return 0
+    return int(not found)
 
 
 def simulated(

@@ -1,8 +1,8 @@
 """Decode steps of the kernel beside vLLM's, batch by batch at one context, for each routing, and their ratio.
 
 vLLM runs first, in its own process, so that the card is free for each. A ratio stands only between rows that touched
-equally many experts, within 2 %. Without vLLM the kernel's rows are made all the same, and the table says what is
-missing and how to install it.
+equally many experts, within 2 %. Where no vLLM is configured the kernel's rows are made all the same, and the table
+says what is missing and how to install it; one that is configured and not there is an error before anything is loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SPREAD = 1.2  # p90 / p10 of a stable row
 
 
 def main(cfg: Config) -> int:
-    """Exit status 0, also where vLLM is missing; 1 where it failed."""
+    """Exit status 0, also where no vLLM is configured; 1 where it failed."""
     config = cfg.baseline.vllm
     if config is None:
         raise MkError("vllm_decode compares with vLLM", hint="baseline=vllm")
@@ -39,18 +39,19 @@ def main(cfg: Config) -> int:
         decode_throughput.check(job)
     notes: list[str] = []
     missing = False
+    try:
+        vllm.find(config)
+    except vllm.Missing as error:
+        notes.append(f"vLLM is missing: {error}; to install it: {error.hint}")
+        missing = True
     table = []
     with RunFolder.create(cfg) as run:
         measured = {}
-        for routing, job in jobs.items():
+        for routing, job in ({} if missing else jobs).items():
             print(f"vLLM, routing {routing}: started", flush=True)
             try:
                 measured[routing] = measure(job, config, run, routing)
                 notes += [f"vLLM, routing {routing}: {error}" for error in measured[routing].errors]
-            except vllm.Missing as error:
-                notes.append(f"vLLM is missing: {error}; to install it: {error.hint}")
-                missing = True
-                break
             except MkError as error:
                 notes.append(f"vLLM, routing {routing}: {error}")
         for routing, job in jobs.items():
@@ -80,8 +81,6 @@ def measure(job: Config, config: VllmConfig, run: RunFolder, routing: str) -> vl
     for backend in config.moe_backends:
         try:
             found.append(vllm.measure(config, spec, run.path / f"vllm-{routing}-{backend}", backend))
-        except vllm.Missing:
-            raise
         except MkError as error:
             failed.append(f"{backend}: {error}")
     if not found:

@@ -13,9 +13,11 @@ from mk.errors import MkError
 from mk.model.geometry import Geometry
 from mk.roofline import step_bytes
 
-# two-sided 95 % quantiles of Student's t by degrees of freedom, then the normal one
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+# two-sided 95 % quantiles of Student's t by degrees of freedom from 1, then the normal one
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+       2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
 NORMAL95 = 1.96
+SMALLEST_EFFECT = 0.003  # relative: one ratio in twenty of equal times has an interval without 1, but it is near 1
 EXPERTS_AGREE = 0.02  # relative: rows whose distinct experts differ by more did not read the same bytes
 MEASURED_ONLY = ("p10_ms", "p90_ms", "steps")  # fields that a simulated step, of which there is one, does not have
 BLOCK = 16  # steps drawn together by the bootstrap: neighbours share clocks and neighbours' noise
@@ -34,7 +36,8 @@ class Ratio:
 
     @property
     def detectable(self) -> bool:
-        return not self.low <= 1 <= self.high
+        """Whether the times differ beyond the interval, and by an effect that is worth a claim."""
+        return not self.low <= 1 <= self.high and abs(self.ratio - 1) >= SMALLEST_EFFECT
 
 
 def raw_steps(step_ms: Sequence[float], experts_by_layer: Sequence[float]) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from experiments import decode_variants, device_weights
+from experiments import decode_throughput, decode_variants, device_weights
 from mk.compose import load_config, vary
 from mk.config import Config, config_hash, group_options
 from mk.errors import MkError
@@ -61,12 +62,12 @@ def test_a_variant_that_cannot_be_is_named(override: str, message: str) -> None:
         vary(load_config(["experiment=decode_throughput"]), [override])
 
 
-ABLATIONS = ("wave_order_ablation", "placement_ablation", "schedule_ablation", "routing_ablation", "kernel_ablation")
+ABLATIONS = ("wave_order", "placement", "schedule", "routing", "kernel", "ring")
 
 
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_variants_of_an_ablation_differ_in_its_axes_alone(name: str) -> None:
-    jobs = decode_variants.variants(load_config([f"experiment={name}"]))
+    jobs = decode_variants.variants(load_config([f"experiment={name}_ablation"]))
     assert len({config_hash(job) for _, job in jobs}) == len(jobs) >= 3
     assert {job.experiment.name for _, job in jobs} == {"decode_throughput"}
 
@@ -85,6 +86,11 @@ def test_the_ablations_have_what_they_are_named_for() -> None:
     assert [r.distinct for r in routings if r.distinct] == [round(uniform * share) for share in (0.5, 0.75, 1)]
     assert {r.pattern for r in routings} >= {"all_same", "all_different"}
     assert {r.name for r in routings} == {"uniform", "correlated", "adversarial", "checkpoint", "oracle"}
+    rings = values("ring_ablation", lambda job: (job.engine.ring.slots, job.engine.ring.window_kb))
+    assert rings == [(22, 32), (18, 32), (20, 32)]
+    kernels = values("kernel_ablation", lambda job: job)
+    apart = [[k.engine.ring.slots, k.engine.ring.window_kb, k.engine.ring.copy_kb, k.routing.name] for k in kernels]
+    assert all(sum(a != b for a, b in zip(each, apart[0], strict=True)) <= 1 for each in apart)  # one thing at a time
 
 
 @pytest.mark.parametrize(
@@ -98,6 +104,17 @@ def test_the_ablations_have_what_they_are_named_for() -> None:
 def test_variants_that_differ_in_more_than_the_axes_are_refused(variants: str, message: str) -> None:
     with pytest.raises(MkError, match=message):
         decode_variants.variants(ablation(f"experiment.variants={variants}"))
+
+
+def test_an_axis_that_is_no_key_is_named() -> None:
+    with pytest.raises(MkError, match=r"experiment\.axes: wave_ordr is no key of the configuration"):
+        decode_variants.variants(ablation("experiment.axes=[wave_order,wave_ordr]"))
+
+
+@pytest.mark.parametrize("key", ["batch.size", "engine.prefix_cache.generated", "experiment.rounds"])
+def test_a_variant_in_a_key_that_nothing_reads_is_refused(key: str) -> None:
+    with pytest.raises(MkError, match=f"decode_throughput does not read {key}"):
+        decode_variants.variants(ablation(f"experiment.variants=['{key}=1','{key}=2']", f"experiment.axes=[{key}]"))
 
 
 # ---- on a stand-in for the card ----
@@ -214,7 +231,105 @@ def test_a_variant_that_fails_stops_no_other(
     assert all((row.ratio is None) == (rounds == "1" or row.arm == "wave_order=default") for row in rows)
 
 
+def breaks(monkeypatch: pytest.MonkeyPatch, failing: Callable[[int], bool], error: Exception) -> None:
+    """Measurements of the first variant fail, by their number from 0."""
+    measure, numbers = decode_variants.Bench.measure, itertools.count()
+
+    def measured(self: decode_variants.Bench, *args: int) -> decode_variants.Timing:
+        if self.cfg.wave_order.name == "default" and failing(next(numbers)):
+            raise error
+        return measure(self, *args)
+
+    monkeypatch.setattr(decode_variants.Bench, "measure", measured)
+
+
+TWO = ["experiment.variants=['wave_order=default,parted']"]
+
+
+@pytest.mark.parametrize("error", [MkError("row 0: a logit is NaN"), torch.cuda.OutOfMemoryError("no memory")])
+def test_without_the_second_arm_rows_are_written_and_unstable(
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    stand_in: FakeLibrary,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    breaks(monkeypatch, lambda number: number == 1, error)  # of batch 1, the second arm's first block
+    status, rows, raw = on_card("wave_order_ablation", tmp_path, *TWO)
+    out = capsys.readouterr().out
+    assert status == 1 and f"failed: wave_order=default (again): batch 1, block 1 of 5: {error}" in out
+    one, two = ([row for row in rows if row.batch == batch] for batch in (1, 2))
+    assert [row.arm for row in one] == ["wave_order=default", "wave_order=parted"] and len(two) == 3
+    assert {row.unstable for row in one} == {"wave_order=default was not compared with itself"}
+    assert one[1].ratio == 1.0 and {row.unstable for row in two} == {None}
+    assert all(list(different(row, raw[row.raw_sha256 or ""])) == [] for row in rows)
+
+
+@pytest.mark.parametrize("measured", [0, 3])
+def test_blocks_before_a_failure_are_written(
+    measured: int, monkeypatch: pytest.MonkeyPatch, stand_in: FakeLibrary, tmp_path: Path
+) -> None:
+    first = [0, 3, 4, 7, 8]  # the first arm's blocks, when both arms of the first variant take turns
+    breaks(monkeypatch, lambda number: number >= (first[measured]), MkError("illegal access"))
+    status, rows, raw = on_card("wave_order_ablation", tmp_path, *TWO, "experiment.batches=[1]")
+    by_arm = {row.arm: row for row in rows}
+    parted = by_arm["wave_order=parted"]
+    assert status == 1 and len(raw[parted.raw_sha256 or ""]["step_ms"]) == 40 and parted.unstable
+    assert ("wave_order=default" in by_arm) == (parted.ratio is not None) == (measured > 0)
+    if measured:
+        default = by_arm["wave_order=default"]
+        assert len(raw[default.raw_sha256 or ""]["block_ms"]) == measured == default.steps // 8
+        assert (default.unstable or "").startswith("3 of 5 blocks")
+        assert len(raw[parted.raw_sha256 or ""]["base_block_ms"]) == measured
+    assert all(list(different(row, raw[row.raw_sha256 or ""])) == [] for row in rows)
+
+
+def test_one_round_holds_one_bench_at_a_time_and_arms_that_execute_the_same_fail(
+    monkeypatch: pytest.MonkeyPatch, stand_in: FakeLibrary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened, opens = [], decode_variants.Bench.open
+
+    def tracked(job: Config) -> decode_variants.Bench:
+        assert [held() for held in opened] == [None] * len(opened)
+        bench = opens(job)
+        opened.append(weakref.ref(bench))
+        return bench
+
+    monkeypatch.setattr(decode_variants.Bench, "open", tracked)
+    arms = "experiment.variants=['routing=uniform','routing=adversarial','routing=correlated routing.distinct=8']"
+    one = ["experiment.rounds=1", "experiment.batches=[2]"]
+    status, rows, _ = on_card("routing_ablation", tmp_path, arms, *one)
+    assert status == 1 and len(opened) == 3
+    assert [row.arm for row in rows] == ["routing=uniform", "routing=adversarial"]
+    said = "'routing=adversarial' and 'routing=correlated routing.distinct=8' execute the same"
+    assert f"failed: routing=correlated routing.distinct=8: batch 2: {said}" in capsys.readouterr().out
+
+
 # ---- without a card ----
+def test_contexts_are_simulated_without_a_ratio(tmp_path: Path) -> None:
+    small = ["model=slice", "experiment.variants=['experiment.context=1024,1025']", f"run_dir={tmp_path}"]
+    assert decode_variants.main(load_config(["experiment=context_sweep", *small])) == 0
+    (path,) = tmp_path.glob("*/rows.jsonl")
+    rows = read_rows(path)
+    assert [(row.context, row.ratio) for row in rows] == [([1024], None), ([1025], None)]
+
+
+@pytest.mark.parametrize("setting", ["batches=[0]", "batches=[9]", "batches=[]", "context=0"])
+def test_without_a_card_settings_are_refused_as_on_one(setting: str) -> None:
+    cfg = load_config(["experiment=wave_order_ablation", f"experiment.{setting}"])
+    with pytest.raises(MkError) as caught:
+        decode_variants.main(cfg)
+    with pytest.raises(MkError) as on_one:
+        decode_throughput.check_settings(decode_throughput.job_of(cfg))
+    assert str(caught.value) == str(on_one.value) and setting.split("=")[0] in str(caught.value)
+
+
+def test_a_simulation_without_a_row_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arms = ["experiment.variants=['routing=checkpoint','routing=oracle']", f"run_dir={tmp_path}"]
+    assert decode_variants.main(load_config(["experiment=routing_ablation", "model=slice", *arms])) == 1
+    assert capsys.readouterr().out.count("not simulated: ") == 2
+
+
 @pytest.mark.parametrize("name", ["wave_order_ablation", "routing_ablation"])
 def test_without_a_card_step_times_are_simulated_and_labelled(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -45,7 +45,9 @@ def measured(tmp_path: Path, *more: str) -> vllm.Measured:
 def test_the_script_times_every_batch_and_counts_its_experts(tmp_path: Path) -> None:
     found = measured(tmp_path)
     assert (found.version, found.errors, found.same_weights) == ("0.0.1", [], True)
-    assert [(case.batch, case.context, len(case.step_ms)) for case in found.cases] == [(1, 64, 24), (2, 64, 24)]
+    repeats = 3
+    steps = [(case.batch, case.context, len(case.step_ms)) for case in found.cases]
+    assert steps == [(1, 64, repeats * 24), (2, 64, repeats * 24)]
     for case in found.cases:
         assert case.batch <= np.median(case.step_ms)  # a step of the stand-in sleeps that long
         assert case.tpot_ms >= 0.9 * case.batch
@@ -117,17 +119,63 @@ def slow_python(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["baseline.vllm.site=null"], "no vLLM is configured"),
-        (["baseline.vllm.site=null", "baseline.vllm.python=/no/such/python"], "No such file"),
-        (["baseline.vllm.site=/no/such/folder"], "has no vLLM"),
+        (["baseline.vllm.site=null", "baseline.vllm.python=/no/such/python"], "python=/no/such/python: No such file"),
+        (["baseline.vllm.site=null", f"baseline.vllm.python={SITE}"], "python=.*fake_vllm: Permission denied"),
+        (["baseline.vllm.site=null", "baseline.vllm.python=/bin/echo"], "python=/bin/echo says .* where vLLM's"),
+        (["baseline.vllm.site=/no/such/folder"], "site=/no/such/folder is no folder"),
+        ([f"baseline.vllm.site={SITE.parent}"], "site=.*tests has no vLLM"),
     ],
 )
-def test_a_vllm_that_is_not_there_is_missing(overrides: list[str], message: str) -> None:
-    options = config(*overrides).baseline.vllm
+@pytest.mark.usefixtures("no_card")
+def test_a_vllm_that_is_not_where_it_is_configured_is_an_error_before_anything_runs(
+    overrides: list[str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(MkError, match=rf"baseline\.vllm\.{message}"):
+        vllm_decode.main(config(*overrides, f"run_dir={tmp_path}/runs"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_interpreter_that_does_not_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "FIND_TIMEOUT_S", 0.2)
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\nexec sleep 20\n")
+    silent.chmod(0o755)
+    options = config(f"baseline.vllm.python={silent}").baseline.vllm
     assert options is not None
-    with pytest.raises(vllm.Missing, match=message) as missing:
+    with pytest.raises(MkError, match=r"baseline\.vllm\.python=.* does not answer: .*timed out"):
+        vllm.find(options)
+
+
+def test_only_without_a_configured_one_vllm_is_missing() -> None:
+    options = config("baseline.vllm.site=null").baseline.vllm
+    assert options is not None
+    with pytest.raises(vllm.Missing, match="no vLLM is configured") as missing:
         vllm.find(options)
     assert missing.value.hint is not None and "pip install vllm" in missing.value.hint
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("stalls", "batch 2, context 64: ValueError: a sequence of 2 sat out some of 16 steps"),
+        ("stops", "batch 2, context 64: ValueError: 11 timed steps of all 2 sequences, not 24"),
+    ],
+)
+def test_steps_that_are_not_those_asked_for_are_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, message: str
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", mode)
+    found = measured(tmp_path)
+    assert [(case.batch, len(case.step_ms)) for case in found.cases] == [(1, 72)]
+    assert message in found.errors
+
+
+def test_an_engine_that_begins_with_the_first_sequence_loses_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "begins")
+    found = measured(tmp_path)
+    assert not found.errors and [len(case.step_ms) for case in found.cases] == [72, 72]
 
 
 def test_uniform_ids_are_distinct_in_a_row_and_fresh() -> None:

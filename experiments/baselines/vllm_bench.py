@@ -3,8 +3,8 @@
     python vllm_bench.py SPEC.json       (experiments/baselines/vllm_process.py writes it, and reads the results)
 
 Results are lines of JSON in the file that the specification names; what is printed is a log. A step is the gap between
-two outputs of the engine in which every sequence has one token more. `kv=prefilled`: the prompts are computed once, and
-their blocks found again in the prefix cache; `kv=synthetic`: vLLM's DecodeBenchConnector fills them.
+two outputs of the engine in a row in which every sequence has one token more. `kv=prefilled`: the prompts are computed
+once, and their blocks found again in the prefix cache; `kv=synthetic`: vLLM's DecodeBenchConnector fills them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 REPEATS = 3
 SHORT = 16  # tokens of the shorter of the two lengths whose difference is the cross-check
+SPARE = 8  # tokens of a sequence beyond those timed: the engine may begin with the first before it has the last
 COUNTED = 32  # steps in which experts are counted
 
 
@@ -69,7 +70,7 @@ class Bench:
         from vllm import LLM
 
         self.spec, self.results, self.requests = spec, results, 0
-        self.tokens = spec["warmup"] + spec["steps"] + 1
+        self.tokens = spec["warmup"] + spec["steps"] + 1 + SPARE
         longest = max(spec["contexts"]) + spec["steps"] + 64
         started = time.perf_counter()
         self.llm = LLM(**engine_arguments(spec, longest))
@@ -87,7 +88,10 @@ class Bench:
         return result
 
     def run(self, batch: int, prompt: int, tokens: int) -> tuple[list[float], float]:
-        """`tokens` of every sequence: (milliseconds of each step, seconds from the first request to the last token)."""
+        """`tokens` of every sequence: (milliseconds of each step, seconds from the first request to the last token).
+
+        Raises ValueError where a sequence sat out a step between two of all sequences.
+        """
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
@@ -100,27 +104,34 @@ class Bench:
             self.requests += 1
             ids = TokensPrompt(prompt_token_ids=self.prompts[row][:prompt])
             engine.add_request(f"mk-{self.requests}", ids, sampling.clone())
-        stamps = []
+        stamps, at, outputs = [], [], 0
         while engine.has_unfinished_requests():
-            if len(engine.step()) == batch:
+            rows = len(engine.step())
+            outputs += rows > 0
+            if rows == batch:
                 stamps.append(time.perf_counter())
+                at.append(outputs)
+        if at and at[-1] - at[0] != len(at) - 1:
+            raise ValueError(f"a sequence of {batch} sat out some of {at[-1] - at[0] + 1} steps")
         ended = time.perf_counter()
         return [(b - a) * 1e3 for a, b in zip(stamps, stamps[1:])], ended - started  # noqa: B905, RUF007
 
     def measure(self, batch: int, context: int) -> None:
-        """Steps around a mean context, and the same by the difference of two lengths."""
+        """Steps around a mean context in all repeats, and the same by the difference of two lengths."""
         spec = self.spec
         prompt = context - (spec["steps"] - 1) // 2 - spec["warmup"]
         self.run(batch, prompt, SHORT)  # fills KV, and warms up
-        long, short = [], []
+        long, short, step_ms = [], [], []
         for _ in range(REPEATS):
             short.append(self.run(batch, prompt, SHORT)[1])
             gaps, seconds = self.run(batch, prompt, self.tokens)
             long.append(seconds)
+            timed = gaps[spec["warmup"] :][: spec["steps"]]
+            if len(timed) != spec["steps"]:
+                raise ValueError(f"{len(timed)} timed steps of all {batch} sequences, not {spec['steps']}")
+            step_ms += timed
         tpot = (statistics.median(long) - statistics.median(short)) / (self.tokens - SHORT) * 1e3
-        self.results.add(
-            "decode", batch=batch, context=context, step_ms=gaps[spec["warmup"] :][: spec["steps"]], tpot_ms=tpot
-        )
+        self.results.add("decode", batch=batch, context=context, step_ms=step_ms, tpot_ms=tpot)
 
     def count(self, batch: int, context: int) -> None:
         prompt = context - COUNTED // 2

@@ -29,6 +29,8 @@ from mk.sources import ROOT
 
 INSTALL = "python -m venv vllm-env && vllm-env/bin/pip install vllm, then baseline.vllm.python=vllm-env/bin/python"
 STRATEGIES = {"uniform": UNIFORM, "checkpoint": ""}  # by routing: vLLM's name of it, none for the router's own choice
+VERSION = r"\d+(\.\d+)+\S*"
+FIND_TIMEOUT_S = 60
 RESOLVED = {  # what its log says, by the field of a row
     "attention_backend": r"Using (?:AttentionBackendEnum\.)?(\w+) (?:attention )?backend(?: out of|\.|$)",
     "moe_backend": r"Using (\w+) Unquantized MoE backend",
@@ -78,23 +80,36 @@ class Measured:
 
 
 class Missing(MkError):
-    """There is no vLLM to start."""
+    """No vLLM is configured."""
 
 
 def find(config: VllmConfig) -> tuple[str, dict[str, str], str]:
-    """(interpreter, environment, version of vLLM). Raises Missing with the command that installs it."""
+    """(interpreter, environment, version of vLLM).
+
+    Raises Missing with the command that installs it where none is configured, and MkError naming the key where the
+    configured one is not there.
+    """
     if config.python is None and config.site is None:
         raise Missing("no vLLM is configured", hint=INSTALL)
+    where = f"baseline.vllm.site={config.site}" if config.site else f"baseline.vllm.python={config.python}"
+    if config.site and not Path(config.site).is_dir():  # vLLM of the interpreter's own would be found in its place
+        raise MkError(f"{where} is no folder", hint=INSTALL)
     python, env = config.python or sys.executable, environment(config)
     code = "from importlib.metadata import version; print(version('vllm'))"
     try:
-        found = subprocess.run([python, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+        found = subprocess.run(
+            [python, "-c", code], env=env, capture_output=True, text=True, errors="replace", timeout=FIND_TIMEOUT_S
+        )
     except OSError as error:
-        raise Missing(f"baseline.vllm.python={python}: {error.strerror}", hint=INSTALL) from error
+        raise MkError(f"baseline.vllm.python={python}: {error.strerror}", hint=INSTALL) from error
+    except subprocess.SubprocessError as error:
+        raise MkError(f"baseline.vllm.python={python} does not answer: {error}"[:300]) from error
     if found.returncode:
-        where = f"baseline.vllm.site={config.site}" if config.site else f"baseline.vllm.python={python}"
-        raise Missing(f"{where} has no vLLM", hint=INSTALL)
-    return python, env, found.stdout.split()[-1]
+        raise MkError(f"{where} has no vLLM", hint=INSTALL)
+    said = found.stdout.strip().rpartition("\n")[2]
+    if not re.fullmatch(VERSION, said):
+        raise MkError(f"{where} says {said[:60]!r} where vLLM's version is asked for", hint=INSTALL)
+    return python, env, said
 
 
 def environment(config: VllmConfig) -> dict[str, str]:
@@ -128,7 +143,7 @@ def environment(config: VllmConfig) -> dict[str, str]:
 def measure(config: VllmConfig, spec: Spec, folder: Path, moe_backend: str) -> Measured:
     """One start of vLLM; its files (`config.json`, results, log) lie in `folder`.
 
-    Raises Missing, and MkError where it does not get as far as one result, with the end of its log.
+    Raises as `find` does, and MkError where it does not get as far as one result, with the end of its log.
     """
     python, env, version = find(config)
     env["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = STRATEGIES[spec.routing]

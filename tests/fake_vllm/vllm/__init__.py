@@ -1,7 +1,8 @@
 """A stand-in for vLLM on a CPU: what `vllm_bench.py` and `vllm_extension.py` touch of it, and no model.
 
 A step takes a millisecond times the batch. `FAKE_VLLM=no_count` has routers that call nobody, `other_names` a model
-that loads other tensors, `dies` an engine that does not start.
+that loads other tensors, `dies` an engine that does not start; with more than one sequence `begins` has the first one a
+few steps ahead, `stalls` has the last one sit out a step in the midst, `stops` ends it early.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class LLM:
     # ---- the engine ----
     def add_request(self, name: str, prompt: dict, sampling: SamplingParams) -> None:
         assert all(0 <= token < self.geometry.vocab for token in prompt["prompt_token_ids"])
-        self.waiting[name] = sampling.max_tokens
+        self.waiting[name], self.paired = sampling.max_tokens, 0
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.waiting)
@@ -110,5 +111,14 @@ class LLM:
                 g = self.geometry
                 layer.router.capture(torch.rand(batch, g.experts).topk(g.top_k).indices)
         names = list(self.waiting)
-        self.waiting = {name: left - 1 for name, left in self.waiting.items() if left > 1}
+        if batch > 1:
+            self.paired += 1
+            if MODE == "begins" and self.paired <= 3:
+                names = names[:1]
+            if MODE == "stalls" and self.paired == 8:
+                names = names[:-1]
+            if MODE == "stops" and self.paired == 16:
+                del self.waiting[names[-1]]
+        left = {name: left - (name in names) for name, left in self.waiting.items()}
+        self.waiting = {name: count for name, count in left.items() if count > 0}
         return names

@@ -1,0 +1,5 @@
+"""Time the kernel with less room in its ring, steps in turn."""
+
+from experiments.decode_variants import main
+
+__all__ = ["main"]
