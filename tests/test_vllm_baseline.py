@@ -50,7 +50,7 @@ def test_the_script_times_every_batch_and_counts_its_experts(tmp_path: Path) -> 
     assert steps == [(1, 64, repeats * 24), (2, 64, repeats * 24)]
     for case in found.cases:
         assert case.batch <= np.median(case.step_ms)  # a step of the stand-in sleeps that long
-        assert case.tpot_ms >= 0.9 * case.batch
+        assert case.tpot_ms >= 0.5 * case.batch  # the difference of two lengths: other work beside it may shrink it
         expected = uniform_experts(NANO_GEOMETRY, case.batch)
         assert len(case.experts_by_layer) == len(NANO_GEOMETRY.sparse_layers)
         assert np.mean(case.experts_by_layer) == pytest.approx(expected, rel=0.06)
