@@ -31,6 +31,10 @@ class ServedEngine:
     def collect(self) -> list[tuple[Hashable, Completion]]:
         done, _ = wait(self._open, return_when=FIRST_COMPLETED)
         good = [future for future in done if future.exception() is None]
+        if not good:  # a failure ends the run, but what is being answered meanwhile is not lost with it
+            self._open = {future: key for future, key in self._open.items() if not future.cancel()}
+            done, _ = wait(self._open)
+            good = [future for future in done if future.exception() is None]
         for future in done if not good else ():
             future.result()  # raises: only once every answer that did come has been handed out
         answers = [(self._open.pop(future), future.result()) for future in good]

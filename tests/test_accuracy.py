@@ -205,6 +205,7 @@ class Server(BaseHTTPRequestHandler):
 
     bodies: ClassVar[list[dict[str, Any]]] = []
     limit = 100
+    takes_s = 0.0  # an answer; a refusal comes at once
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -212,6 +213,7 @@ class Server(BaseHTTPRequestHandler):
             self.send_error(503)
             return
         self.bodies.append(body)
+        time.sleep(self.takes_s)
         number = body["messages"][-1]["content"].split("\n")[0].removeprefix("number ")
         message = {"role": "assistant", "reasoning_content": r"\boxed{9}", "content": rf"\boxed{{{number}}}"}
         usage = {"prompt_tokens": 5, "completion_tokens": 7}
@@ -263,12 +265,13 @@ def test_a_server_that_dies_gives_no_score_and_a_way_on(
     aime: Benchmark, tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Server, "limit", 4 + 3)
+    monkeypatch.setattr(Server, "takes_s", 0.2)
     with pytest.raises(MkError, match="answers 503") as broken:
         main(load_config(served(tmp_path, server)))
     (folder,) = (tmp_path / "runs").iterdir()
     assert not (folder / "rows.jsonl").exists() and f"experiment.resume={folder}" in str(broken.value.hint)
     kept = len(read_samples(folder))
-    assert kept == 3  # what came before the failure is not lost with it
+    assert kept == 3  # what was being answered when it failed is not lost with it
     time.sleep(0.5)  # requests of the run that was given up may still be on their way
     monkeypatch.setattr(Server, "limit", 100)
     monkeypatch.setattr(Server, "bodies", [])
