@@ -267,7 +267,7 @@ def test_a_server_that_dies_gives_no_score_and_a_way_on(
     monkeypatch.setattr(Server, "limit", 4 + 3)
     monkeypatch.setattr(Server, "takes_s", 0.2)
     with pytest.raises(MkError, match="answers 503") as broken:
-        main(load_config(served(tmp_path, server)))
+        main(load_config([*served(tmp_path, server), "experiment.max_hours=10"]))
     (folder,) = (tmp_path / "runs").iterdir()
     assert not (folder / "rows.jsonl").exists() and f"experiment.resume={folder}" in str(broken.value.hint)
     kept = len(read_samples(folder))
@@ -275,6 +275,7 @@ def test_a_server_that_dies_gives_no_score_and_a_way_on(
     time.sleep(0.5)  # requests of the run that was given up may still be on their way
     monkeypatch.setattr(Server, "limit", 100)
     monkeypatch.setattr(Server, "bodies", [])
+    monkeypatch.setattr(Server, "takes_s", 0.0)
     assert main(load_config([*served(tmp_path, server), f"experiment.resume={folder}"])) == 0
     assert len(Server.bodies) == 4 + 8 - kept
     with pytest.raises(MkError, match="does not answer"):
