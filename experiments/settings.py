@@ -91,39 +91,9 @@ class Variants(DecodeThroughput):
             raise MkError(f"experiment.rounds={self.rounds} are more than experiment.steps={self.steps}")
 
 
-@dataclass(slots=True)
-class WaveOrderAblation(Variants):
-    pass
-
-
-@dataclass(slots=True)
-class PlacementAblation(Variants):
-    pass
-
-
-@dataclass(slots=True)
-class ScheduleAblation(Variants):
-    pass
-
-
-@dataclass(slots=True)
-class RoutingAblation(Variants):
-    pass
-
-
-@dataclass(slots=True)
-class KernelAblation(Variants):
-    pass
-
-
-@dataclass(slots=True)
-class RingAblation(Variants):
-    pass
-
-
-@dataclass(slots=True)
-class ContextSweep(Variants):
-    pass
+# The experiments that are nothing but a comparison, under the names that configs/experiment/ asks for.
+WaveOrderAblation = PlacementAblation = ScheduleAblation = RoutingAblation = Variants
+KernelAblation = RingAblation = ContextSweep = Variants
 
 
 @dataclass(slots=True)

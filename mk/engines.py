@@ -230,12 +230,8 @@ class ReferenceEngine:
     ) -> StepOutputs:
         g, tokens = self.geometry, self._sampled if tokens is None else tokens
         active = np.array(keys) > 0
-        out = StepOutputs(
-            np.full(self.rows, -1, np.int64),
-            np.zeros(self.rows, np.int64),
-            np.full((self.rows, g.vocab), np.nan, np.float32),
-            {layer: np.full((self.rows, g.top_k), -1, np.int64) for layer in g.sparse_layers},
-        )
+        out = StepOutputs.blank(self.rows, g.vocab)
+        out.expert_ids = {layer: np.full((self.rows, g.top_k), -1, np.int64) for layer in g.sparse_layers}
         forced = self._forced_ids(active)
         for row in np.flatnonzero(active).tolist():
             trace: list[LayerOutput] = []

@@ -81,11 +81,7 @@ class ScriptedEngine:
     ) -> StepOutputs:
         tokens = self._sampled if tokens is None else tokens
         self.pages.advance(keys)
-        out = StepOutputs(
-            np.full(len(keys), NO_TOKEN, np.int64),
-            np.zeros(len(keys), np.int64),
-            np.full((len(keys), self.geometry.vocab), np.nan, np.float32),
-        )
+        out = StepOutputs.blank(len(keys), self.geometry.vocab)
         for row in np.flatnonzero(keys).tolist():
             self._write(row, keys[row] - 1, tokens[row])
             out.logits[row] = self._logits(self._history(row, keys[row]))

@@ -61,6 +61,12 @@ class StepOutputs:
     expert_ids: dict[int, Ints] = field(default_factory=dict)
     trace: list[tuple[int, int]] | None = None
 
+    @classmethod
+    def blank(cls, rows: int, vocab: int) -> StepOutputs:
+        """Of `rows` inactive rows, for a step to fill in."""
+        logits = np.full((rows, vocab), np.nan, np.float32)
+        return cls(np.full(rows, NO_TOKEN, np.int64), np.zeros(rows, np.int64), logits)
+
     @property
     def distinct_experts(self) -> float:
         """Experts that a sparse layer touched, averaged over the layers; 0 for a model without any."""
@@ -98,11 +104,7 @@ class Step:
             for kind in KINDS
         }
         self.attention_items = {kind: queue.total for kind, queue in self.queue.items()}
-        self.outputs = StepOutputs(
-            np.full(shape.rows, NO_TOKEN, np.int64),
-            np.zeros(shape.rows, np.int64),
-            np.full((shape.rows, g.vocab), np.nan, np.float32),
-        )
+        self.outputs = StepOutputs.blank(shape.rows, g.vocab)
 
     def _check(self, inputs: StepInputs) -> None:
         rows, g = self.shape.rows, self.shape.geometry
