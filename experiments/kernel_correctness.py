@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from experiments.device_weights import open_weights, pack
-from experiments.distances import BAR, LEAST_STD, chosen_layers, distance, figure, worst_ratio
+from experiments.distances import chosen_layers, distance, worst_ratio
 from experiments.kernel_checks import OneLayer
+from experiments.kernel_figures import raw_layer
 from experiments.layer_arms import (
     EXPERTS_IMPLEMENTATION,
     Arm,
@@ -67,13 +69,9 @@ class Measured:
     needles: int
     lost: list[str]  # needles that were not returned, or were where they must not be
 
-    def checks(self) -> dict[str, bool]:
-        found = {
-            "attention_within_bar": worst_ratio(self.attention) <= BAR,
-            "ffn_within_bar": worst_ratio(self.ffn) <= BAR,
-            "needles_returned": not self.lost,
-        }
-        return found if self.logit_std is None else {**found, "scores_are_sharp": self.logit_std >= LEAST_STD}
+    @property
+    def raw(self) -> dict[str, Any]:
+        return raw_layer(self.attention, self.ffn, self.logit_std, self.needles, len(self.lost))
 
 
 def main(cfg: Config) -> int:
@@ -98,8 +96,8 @@ def main(cfg: Config) -> int:
                         g, batch, layer, exact, rounded, program.shape.splits, settings.logit_std, generator
                     )
                     if found is not None:
-                        rows.append(_row(cfg, run, batch, program, layer, found, build_hash))
-                        run.append_row(rows[-1])
+                        row = _row(run, batch, program, layer, found, build_hash)
+                        rows.append(run.append_row(row, found.raw))
                         print(line(rows[-1], found), flush=True)
             print(f"\n{table(rows)}\nrun folder: {run.path}")
     return 0 if all(all(row.checks.values()) for row in rows) else 1
@@ -241,27 +239,17 @@ def _needles(
     return count, lost
 
 
-def _row(
-    cfg: Config, run: RunFolder, batch: Batch, program: Program, layer: int, found: Measured, build_hash: str | None
-) -> Row:
-    return run.row(
+def _row(run: RunFolder, batch: Batch, program: Program, layer: int, found: Measured, build_hash: str | None) -> Row:
+    return run.measured(
+        found.raw,
         engine=batch.tested.name,
         dtype="bfloat16",
         batch=len(batch.keys),
         context=batch.keys,
         routing="replay",
-        checks={"schedule_verified": True, **found.checks()},
         build_hash=build_hash,
         schedule_hash=program.schedule_hash,
         layer=layer,
-        attention_error=figure(max(tested for tested, _ in found.attention)),
-        attention_error_bf16=figure(max(theirs for _, theirs in found.attention)),
-        attention_ratio=figure(worst_ratio(found.attention)),
-        ffn_error=figure(max(tested for tested, _ in found.ffn)),
-        ffn_error_bf16=figure(max(theirs for _, theirs in found.ffn)),
-        ffn_ratio=figure(worst_ratio(found.ffn)),
-        logit_std=found.logit_std,
-        needles=found.needles,
         experts_implementation=EXPERTS_IMPLEMENTATION,
     )
 

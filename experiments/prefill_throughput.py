@@ -100,7 +100,7 @@ def main(cfg: Config) -> int:
         for rows, length in [(1, n) for n in settings.lengths] + [(settings.packed_rows, n) for n in settings.packed]:
             timing = bench.measure(rows, length)
             row = _row(bench, run, rows, length, timing, matrix, checks, error)
-            run.append_row(row, {"call_ms": timing.device, "host_ms": timing.host})
+            run.append_row(row, {"kind": "prefill_calls", "call_ms": timing.device, "host_ms": timing.host})
             print(_cells(row), flush=True)
         print(f"run folder: {run.path}")
     return 0

@@ -177,7 +177,8 @@ class Report:
             distinct_experts=decoded.distinct_experts,
             equal_tokens=None if oracle is None else decoded.equal_tokens(differences),
         )
-        raw = {"new_tokens": [len(request.tokens) for _, request in decoded.rows], "decode_s": decoded.decode_s}
+        tokens = [len(request.tokens) for _, request in decoded.rows]
+        raw = {"kind": "decoded", "new_tokens": tokens, "decode_s": decoded.decode_s}
         self.run.append_row(row, raw)
         if decoded.distinct_experts is not None:
             Trace.record([out.expert_ids for out in decoded.outputs]).save(self.run.path / f"routing{suffix}.npz")

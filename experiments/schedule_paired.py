@@ -76,7 +76,7 @@ def _report(
             rank_correlation=correlation,
             mean_error=error,
         )
-        run.append_row(row, {"round_ms": times[:, column].tolist(), "configured_ms": base.tolist()})
+        run.append_row(row, {"kind": "rounds", "round_ms": times[:, column].tolist(), "configured_ms": base.tolist()})
 
 
 def paired(times: np.ndarray, base: np.ndarray) -> tuple[float, float]:

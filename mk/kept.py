@@ -97,7 +97,13 @@ def _axes(row: Row, config: Mapping[str, Any]) -> dict[str, list[Any]]:
         may |= {name: ["vllm"] for name in ("schedule", "wave_order", "placement")}
     elif experiment["name"] == "slow_sm":
         may["schedule"] = ["static", "work_stealing"]
-    if experiment["name"] == "prefill_throughput":
+    if experiment["name"] in ("kernel_correctness", "prefill_correctness"):
+        may["routing"] = ["replay"]
+    if experiment["name"] == "kernel_correctness":
+        may["batch"] = [len(contexts) for contexts in experiment["batches"]]
+    elif experiment["name"] == "prefill_correctness":
+        may["batch"] = [1]
+    elif experiment["name"] == "prefill_throughput":
         may["batch"] = [1] * bool(experiment["lengths"]) + [experiment["packed_rows"]] * bool(experiment["packed"])
     elif experiment["name"] == "quickstart":
         may["batch"] = [config["batch"]["size"]] + [len(experiment["ragged"])] * bool(experiment["ragged"])
@@ -109,6 +115,11 @@ def _axes(row: Row, config: Mapping[str, Any]) -> dict[str, list[Any]]:
 def _contexts(row: Row, config: Mapping[str, Any]) -> list[list[int]] | None:
     """What a row's contexts may be; None where a text decides."""
     experiment = config["experiment"]
+    if experiment["name"] == "kernel_correctness":
+        batches: list[list[int]] = experiment["batches"]
+        return batches
+    if experiment["name"] == "prefill_correctness":
+        return [[length] for length in experiment["lengths"]]
     if experiment["name"] == "prefill_throughput":
         alone = [[length] for length in experiment["lengths"]]
         return alone + [[length] * experiment["packed_rows"] for length in experiment["packed"]]

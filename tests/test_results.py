@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import subprocess
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,36 +23,15 @@ from mk.recompute import different
 from mk.roofline import uniform_experts
 from mk.rows import Row, read_raw, read_rows
 from mk.runs import RunFolder
-from mk.sources import FILES, ROOT, source_hash
+from mk.sources import ROOT, source_hash
 from mk.step_figures import experts_agree, median_ratio, raw_steps, step_figures
+from tests.promotion import commit, edit, problems, repository
+
+__all__ = ["repository"]
 
 FULL = PRESETS["north_mini_code"]
 PLAN = ("schedule", "wave_order", "placement")
 STEPS = [2.0 + 0.001 * (i * 7 % 32) for i in range(64)]
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """A repository with one commit of some sources."""
-    root = tmp_path / "repository"
-    (root / "mk").mkdir(parents=True)
-    for name in (*FILES, "mk/a.py"):
-        (root / name).write_text(name)
-    for command in (
-        ["init", "-q"],
-        ["add", "."],
-        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one"],
-    ):
-        subprocess.run(["git", *command], cwd=root, check=True)
-    results.commit_of.cache_clear()
-    results._source_problem.cache_clear()
-    return root
-
-
-def commit(root: Path) -> str:
-    return subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=root, check=True, capture_output=True, text=True
-    ).stdout.strip()
 
 
 def made(root: Path, *overrides: str, **meta: Any) -> RunFolder:
@@ -80,11 +58,6 @@ def kept(root: Path) -> Path:
     return results.promote(run.path, root / "results", root)
 
 
-def problems(root: Path, readme: str = "") -> list[str]:
-    (root / "README.md").write_text(readme)
-    return results.verify(root / "results", root / "README.md", root)[0]
-
-
 def test_a_promoted_run_is_computed_again_and_stands(repository: Path) -> None:
     folder = kept(repository)
     assert folder.parent.name == "h200" and {path.name for path in folder.iterdir()} == {
@@ -94,12 +67,6 @@ def test_a_promoted_run_is_computed_again_and_stands(repository: Path) -> None:
     }
     assert problems(repository) == [] and len(read_rows(folder / "rows.jsonl")) == 4
     assert sum(path.stat().st_size for path in folder.iterdir()) < results.RAW_BYTES
-
-
-def edit(path: Path, line: int, change: Callable[[dict], dict]) -> None:
-    lines = path.read_text().splitlines()
-    lines[line] = json.dumps(change(json.loads(lines[line])))
-    path.write_text("\n".join(lines) + "\n")
 
 
 @pytest.mark.parametrize(
@@ -377,7 +344,14 @@ def test_several_runs_are_promoted_together_or_not_at_all(
 
 
 @pytest.mark.parametrize(
-    "raw", [{"call_ms": []}, {"new_tokens": [3], "decode_s": 0}, {"call_ms": [1.0], "host_ms": "a"}]
+    "raw",
+    [
+        {"kind": "prefill_calls", "call_ms": []},
+        {"kind": "decoded", "new_tokens": [3], "decode_s": 0},
+        {"kind": "prefill_calls", "call_ms": [1.0], "host_ms": "a"},
+        {"step_ms": STEPS},
+        {"kind": "x"},
+    ],
 )
 def test_raw_data_that_gives_no_figure_is_a_problem_and_no_traceback(repository: Path, raw: dict[str, Any]) -> None:
     row = read_rows(made(repository).path / "rows.jsonl")[0]
