@@ -29,9 +29,9 @@ def worst_ratio(errors: Sequence[tuple[float, float]]) -> float:
     return largest(ratios)
 
 
-def number(value: float) -> float | None:
-    """For raw data: six digits, and null for what is not finite."""
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+def number(value: float, digits: int = 6) -> float | None:
+    """For raw data: so many digits, and null for what is not finite."""
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
 def read(value: float | None) -> float:

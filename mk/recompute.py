@@ -1,8 +1,7 @@
 """A row's figures from its raw data: by one function a kind of raw data, for the run and for whoever verifies it.
 
-A kind's function lies beside the arithmetic of its experiment, in a module that needs neither a card nor Triton. It
-takes the row, of which only the axes may be read, and the raw data as JSON gives it, and returns fields of `Row`.
-`checks` among them are all of the row's verdicts.
+A kind's function lies beside the arithmetic of its experiment. It takes the row, of which only the axes may be read,
+and the raw data as JSON gives it, and returns fields of `Row`. `checks` among them are all of the row's verdicts.
 """
 
 from __future__ import annotations
@@ -10,10 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
-
-import numpy as np
 
 from mk.compose import load_config
 from mk.config import GpuConfig
@@ -23,23 +20,37 @@ from mk.model.opening import NANO
 from mk.rows import Row
 from mk.step_figures import MEASURED_ONLY, block_ratio, median_ratio, step_figures
 
+Figures = Callable[[Row, dict[str, Any]], dict[str, Any]]
 KINDS = {  # raw["kind"]: where its function is
     "steps": "mk.recompute:steps",  # of a decode: mk/step_figures.py
-    "decoded": "mk.recompute:decoded",  # a batch to its end
-    "rounds": "mk.recompute:rounds",  # p50 of a schedule and of the configured one, in turn
-    "prefill_calls": "mk.recompute:prefill_calls",
+    "decoded": "experiments.quickstart_report:figures",  # a batch to its end
+    "rounds": "experiments.schedule_figures:rounds",  # schedules that ran in turn
+    "simulated_schedule": "experiments.schedule_figures:simulated",
+    "simulated_ranks": "experiments.schedule_figures:ranks",
+    "prefill_calls": "experiments.prefill_rates:calls",
+    "kernel_launches": "experiments.prefill_rates:launches",
     "prefill_layers": "experiments.prefill_figures:figures",  # distances from float32 of a prompt
     "kernel_layer": "experiments.kernel_figures:figures",  # the same of one layer of a decode step
+    "waves": "experiments.partial_step:figures",
+    "logits": "experiments.parity_checks:figures",
+    "findings": "experiments.sanitize:figures",
+    "cached_answers": "experiments.serving_figures:cached_answers",
+    "options": "experiments.serving_figures:options",
+    "answers": "evals.report:figures",
 }
 
 
 def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
     """Fields of `Row`. Raises MkError for raw data of no known kind, and whatever broken raw data raises."""
-    kind = raw.get("kind")
+    return function_of(raw.get("kind"))(row, raw)
+
+
+def function_of(kind: Any) -> Figures:
+    """Raises MkError for one that is not in `KINDS`."""
     if kind not in KINDS:
         raise MkError(f"raw data of kind {kind!r}", hint=f"mk/recompute.py knows {', '.join(KINDS)}")
     module, name = KINDS[kind].split(":")
-    found: dict[str, Any] = getattr(importlib.import_module(module), name)(row, raw)
+    found: Figures = getattr(importlib.import_module(module), name)
     return found
 
 
@@ -80,24 +91,6 @@ def steps(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
         of = median_ratio(raw["step_ms"], raw["kernel_step_ms"])
         found |= {"ratio": of.ratio, "ratio_low": of.low, "ratio_high": of.high}
     return found
-
-
-def decoded(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
-    tokens, stepped = raw["new_tokens"], sum(raw["new_tokens"]) - len(raw["new_tokens"])
-    found = {"new_tokens": max(tokens), "decode_s": raw["decode_s"]}
-    return found | ({"tok_s": stepped / raw["decode_s"]} if stepped else {})
-
-
-def rounds(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
-    times, base = np.array(raw["round_ms"]), np.array(raw["configured_ms"])
-    return {"p50_ms": float(times.mean()), "paired_ms": float((times - base).mean())}
-
-
-def prefill_calls(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
-    p10, p50, p90 = (float(np.percentile(raw["call_ms"], p)) for p in (10, 50, 90))
-    rate = (row.prompt_tokens or 0) / p50 * 1e3
-    found = {"p10_ms": p10, "p50_ms": p50, "p90_ms": p90, "steps": len(raw["call_ms"]), "prefill_tok_s": rate}
-    return found | {"ttft_ms": float(np.median(raw["host_ms"]))}
 
 
 @functools.cache

@@ -73,8 +73,7 @@ def prepare(run: Path, results: Path, root: Path = ROOT) -> Prepared:
     run = run.resolve()
     for name in KEPT:
         if not (run / name).is_file():
-            hint = "no raw data was written: the README says of which experiments" if name == "raw.jsonl" else None
-            raise MkError(f"{run / name} is missing", hint=hint)
+            raise MkError(f"{run / name} is missing")
     size = (run / "raw.jsonl").stat().st_size
     if size > RAW_BYTES:
         raise MkError(f"{run / 'raw.jsonl'} has {size} bytes, more than {RAW_BYTES}")

@@ -59,6 +59,12 @@ def edit(path: Path, line: int, change: Callable[[dict], dict]) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
+def folder_of(root: Path) -> Path:
+    """The only run folder under `root`."""
+    (path,) = root.glob("*/rows.jsonl")
+    return path.parent
+
+
 def require_kept(root: Path, run: Path, **edits: Callable[[Any], Any]) -> list[Row]:
     """Promotes a run of a `committed` repository; returns its rows.
 

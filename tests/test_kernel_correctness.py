@@ -35,7 +35,7 @@ from mk.splits import SplitPolicy
 from tests.device_rig import fake_build, fake_device
 from tests.interpreter_rig import GEOMETRY, MAX_BLOCKS, program, tensors, weights
 from tests.parts_rig import InterpretingLibrary, cache
-from tests.promotion import committed, no, repository, require_kept
+from tests.promotion import committed, folder_of, no, repository, require_kept
 
 __all__ = ["committed", "fake_device", "repository"]
 
@@ -221,9 +221,8 @@ def test_a_run_measures_every_layer(
         assert row.needles >= 2 and (row.logit_std is None or row.logit_std > 3)
     attention, ffn = (max(getattr(row, f"{name}_ratio") for row in rows) for name in ("attention", "ffn"))
     figure(f"nano, layer by layer: attention at most {attention:.2f}, ffn {ffn:.2f} x the distance of bfloat16")
-    (run,) = (path.parent for path in tmp_path.glob("*/rows.jsonl"))
     errors = {name: lambda value: value / 2 for name in ("attention_error", "ffn_error_bf16", "ffn_ratio", "logit_std")}
-    require_kept(committed, run, **errors, needles=lambda n: n + 1, checks=no)
+    require_kept(committed, folder_of(tmp_path), **errors, needles=lambda n: n + 1, checks=no)
     told = capsys.readouterr().out
     assert "layer  4 rows 1:" in told and "layers that failed" in told
 

@@ -35,7 +35,7 @@ from tests.device_rig import fake_build, fake_device
 from tests.interpreter_rig import random_tokens, source
 from tests.parts_rig import InterpretingLibrary
 from tests.prefill_rig import needs_interpreter
-from tests.promotion import committed, no, repository, require_kept
+from tests.promotion import committed, folder_of, no, repository, require_kept
 from tests.tiny_model import tiny_geometry
 
 __all__ = ["committed", "fake_device", "repository"]
@@ -94,14 +94,13 @@ def test_a_sound_prefill_passes(
     assert long.logit_std > 3 and long.needles == 4 and long.schedule_hash
     ratios = ", ".join(f"{name} {getattr(long, f'{name}_ratio'):.2f}" for name in ("attention", "ffn", "kv"))
     figure(f"prefill of a tiny model: {ratios} x the distance of bfloat16")
-    (folder,) = (path.parent for path in tmp_path.glob("*/rows.jsonl"))
     names = ("attention_error", "ffn_error_bf16", "kv_ratio", "logits_error", "next_step_error_bf16")
     halves = {name: lambda value: value / 2 for name in (*names, "logit_std")}
     more = {
         name: lambda value: value + 1
         for name in ("layer", "needles", "router_flips", "router_margin", "free_flips_bf16")
     }
-    require_kept(committed, folder, **halves, **more, checks=no)
+    require_kept(committed, folder_of(tmp_path), **halves, **more, checks=no)
     told = capsys.readouterr().out
     assert "layer  1, worst so far: attention" in told and "free-running, 84 tokens" in told
 
@@ -121,8 +120,7 @@ def test_a_run_that_is_cut_off_leaves_what_it_measured(
     monkeypatch.setattr(experiment, "measure", broken)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, "lengths=[1,3]", "cuts=[]", "whole=false")
-    (folder,) = (path.parent for path in tmp_path.glob("*/rows.jsonl"))
-    rows = require_kept(committed, folder, checks=lambda checks: {**checks, "complete": True})
+    rows = require_kept(committed, folder_of(tmp_path), checks=lambda checks: {**checks, "complete": True})
     assert [(row.context, row.layer, failed(row)) for row in rows] == [([1], 0, ["complete"]), ([3], 0, ["complete"])]
 
 

@@ -19,7 +19,7 @@ from mk.errors import MkError
 from mk.kept import hash_of, host_free, model_name
 from mk.model.geometry import PRESETS
 from mk.readme_figures import check_readme
-from mk.recompute import different
+from mk.recompute import KINDS, different, function_of
 from mk.roofline import uniform_experts
 from mk.rows import Row, read_raw, read_rows
 from mk.runs import RunFolder
@@ -358,6 +358,10 @@ def test_raw_data_that_gives_no_figure_is_a_problem_and_no_traceback(repository:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert "its figures cannot be computed" in next(iter(different(row, raw)))
+
+
+def test_every_kind_of_raw_data_has_its_function() -> None:
+    assert len({function_of(kind) for kind in KINDS}) == len(KINDS)
 
 
 def test_old_rows_are_listed_as_such(repository: Path) -> None:
