@@ -40,7 +40,6 @@ from mk.model.tensors import WeightSource
 from mk.programs import Programs, bucket_for
 from mk.rows import Row
 from mk.runs import RunFolder
-from mk.schedule.lower import Program
 from mk.splits import SplitPolicy
 
 ENOUGH_KEYS = 64  # of a context whose scores are counted
@@ -82,7 +81,7 @@ def main(cfg: Config) -> int:
     g = source.geometry
     chosen = chosen_layers(settings.layers, g)
     with torch.inference_mode():
-        batches, programs, build_hash = _batches(cfg, source, engine, device)
+        batches, split_by, build_hash = _batches(cfg, source, engine, device)
         with RunFolder.create(cfg) as run:
             rows = []
             layers = OneLayer(source, device)
@@ -90,13 +89,11 @@ def main(cfg: Config) -> int:
                 layers.forget()
                 exact = ReferenceArm(Reference(g, layers.get))
                 rounded = TransformersArm(g, layers.get, layer, device) if layer in chosen else None
-                for index, (batch, program) in enumerate(zip(batches, programs, strict=True)):
+                for index, (batch, splits) in enumerate(zip(batches, split_by, strict=True)):
                     generator = torch.Generator(device).manual_seed(settings.seed + 1000 * layer + index)
-                    found = measure(
-                        g, batch, layer, exact, rounded, program.shape.splits, settings.logit_std, generator
-                    )
+                    found = measure(g, batch, layer, exact, rounded, splits, settings.logit_std, generator)
                     if found is not None:
-                        row = _row(run, batch, program, layer, found, build_hash)
+                        row = _row(run, batch, layer, found, build_hash)
                         rows.append(run.append_row(row, found.raw))
                         print(line(rows[-1], found), flush=True)
             print(f"\n{table(rows)}\nrun folder: {run.path}")
@@ -105,8 +102,8 @@ def main(cfg: Config) -> int:
 
 def _batches(
     cfg: Config, source: WeightSource, engine: str, device: torch.device
-) -> tuple[list[Batch], list[Program], str | None]:
-    """The batches with their machines, their programs, and the library's hash where there is one."""
+) -> tuple[list[Batch], list[SplitPolicy], str | None]:
+    """The batches with their machines, how they split attention, and the library's hash where there is one."""
     g, plan, contexts = source.geometry, plan_for(cfg, engine), cfg.experiment.batches
     programs = [Programs(g, len(keys), plan).get(bucket_for(max(keys))) for keys in contexts]
     longest = max(max(keys) for keys in contexts)
@@ -140,7 +137,7 @@ def _batches(
     for keys, machine in zip(contexts, machines, strict=True):
         tokens = torch.randint(g.vocab, (len(keys),), generator=torch.Generator().manual_seed(cfg.experiment.seed))
         batches.append(Batch(keys, machine, embed(tokens).to(device, torch.bfloat16)))
-    return batches, programs, build_hash
+    return batches, [program.shape.splits for program in programs], build_hash
 
 
 def _pages(g: Geometry, keys: Sequence[int]) -> dict[str, int]:
@@ -239,7 +236,7 @@ def _needles(
     return count, lost
 
 
-def _row(run: RunFolder, batch: Batch, program: Program, layer: int, found: Measured, build_hash: str | None) -> Row:
+def _row(run: RunFolder, batch: Batch, layer: int, found: Measured, build_hash: str | None) -> Row:
     return run.measured(
         found.raw,
         engine=batch.tested.name,
@@ -248,7 +245,7 @@ def _row(run: RunFolder, batch: Batch, program: Program, layer: int, found: Meas
         context=batch.keys,
         routing="replay",
         build_hash=build_hash,
-        schedule_hash=program.schedule_hash,
+        schedule_hash=batch.tested.executed_hash(),
         layer=layer,
         experts_implementation=EXPERTS_IMPLEMENTATION,
     )

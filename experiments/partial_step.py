@@ -8,6 +8,7 @@ give the same bits. `experiment.dump=true` keeps what every wave wrote, by unit,
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import re
 from collections.abc import Callable
@@ -83,7 +84,8 @@ def main(cfg: Config) -> int:
             print("\n".join(lines(result)), flush=True)
         if settings.dump:
             np.savez_compressed(run.path / "waves.npz", **dump)
-        raw = {"kind": "waves", "waves": [[of.name, [raw_difference(d) for d in of.differences]] for of in results]}
+        waves = [[of.name, of.executed, [raw_difference(d) for d in of.differences]] for of in results]
+        raw = {"kind": "waves", "waves": waves}
         row = run.measured(
             raw,
             engine=tested.name,
@@ -91,7 +93,6 @@ def main(cfg: Config) -> int:
             context=keys,
             batch=len(keys),
             build_hash=build_hash,
-            schedule_hash=whole.schedule_hash,
         )
         run.append_row(row, raw)
         failed = [result.name for result in results if not result.passed]
@@ -123,13 +124,15 @@ def raw_difference(of: Difference) -> list[Any]:
 def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
     """Fields of `Row` from the differences of each wave; one that stays in the SMs has none."""
     results = [
-        WaveResult(name, [Difference(*(math.nan if value is None else value for value in of)) for of in differences])
-        for name, differences in raw["waves"]
+        WaveResult(name, [Difference(*(math.nan if x is None else x for x in of)) for of in differences], executed)
+        for name, executed, differences in raw["waves"]
     ]
+    schedules = hashlib.sha256("".join(result.executed for result in results).encode()).hexdigest()[:16]
     worst = largest([d.worst for result in results for d in result.differences] or [0.0])
     passed = all(result.passed for result in results)
     checks = {"schedule_verified": True, "waves_within_noise": passed}  # a program that is refused is never loaded
-    return {"waves": len(results), "worst_of_tolerance": figure(worst), "checks": checks}
+    found = {"waves": len(results), "worst_of_tolerance": figure(worst)}
+    return {**found, "schedule_hash": schedules, "checks": checks}
 
 
 def _full_keys(text: str) -> str:

@@ -173,7 +173,7 @@ class Report:
             batch=len(decoded.requests),
             weights=self.model.weights_label,
             prefill_s=decoded.prefill_s,
-            schedule_hash=None if program is None else program.schedule_hash,
+            schedule_hash=decoded.engine.executed_hash(),
             distinct_experts=decoded.distinct_experts,
             equal_tokens=None if oracle is None else decoded.equal_tokens(differences),
         )
