@@ -20,8 +20,9 @@ from mk.rows import Row, read_rows
 from mk.sources import ROOT, source_hash
 from mk.validation import closest
 
-AXES = ("engine", "arm", "bound", "batch", "context", "routing", "schedule", "wave_order", "placement", "sampling",
-        "kernel", "tile")  # of rows that agree in all of them, the first is the first's  # fmt: skip
+# what makes a row the other's repetition; rows that agree in all of it come in the same order
+AXES = ("engine", "arm", "clock", "bound", "batch", "context", "routing", "schedule", "wave_order", "placement",
+        "sampling", "kernel", "tile")  # fmt: skip
 GIVEN = ("run_dir", "logger", "debug", "experiment")  # what a rerun takes from its own command line
 COUNTS = ("new_tokens", "equal_tokens", "waves", "needles")
 SIMULATED = ("p50_ms", "distinct_experts", "bytes_per_step", "rank_correlation", "mean_error", "regret")
@@ -46,26 +47,30 @@ class Comparison:
 def main(cfg: Config) -> int:
     """Exit status: 0, or 1 where the run did not end with 0, a row is missing or a figure lies outside."""
     _refuse_axes(cfg)
-    folder = find(cfg.experiment.run, Path(cfg.run_dir), ROOT / "results")
-    stored = read_rows(folder / "rows.jsonl")
+    folder, *others = find(cfg.experiment.run, Path(cfg.run_dir), ROOT / "results")
+    stored = [row for part in (folder, *others) for row in read_rows(part / "rows.jsonl")]
     require_sources(folder, stored)
     config = _config(cfg, folder)
     print(f"repeating {folder.name}, {len(stored)} rows: {stored[0].command or config.experiment.name}", flush=True)
     places = Path(cfg.run_dir), f"*-{config.experiment.name}-{config_hash(config)[:8]}*"
     before = set(places[0].glob(places[1]))
     status = experiment_main(config.experiment.name)(config) or 0
-    (made,) = set(places[0].glob(places[1])) - before
+    new = set(places[0].glob(places[1])) - before
+    if len(new) != 1:
+        raise MkError(f"{len(new)} runs of this configuration came up in {cfg.run_dir}", hint="run_dir=<an own folder>")
+    (made,) = new
     problems = list(report(stored, read_rows(made / "rows.jsonl")))
     print(f"\n{folder.name} and again {made.name}: " + ("; ".join(problems) or "all as it was"))
     return int(bool(problems) or status != 0)
 
 
-def find(run: str, run_dir: Path, results: Path) -> Path:
-    """The folder of a run. Raises MkError where there is none, with the nearest name."""
-    places = [Path(run), run_dir / run, *sorted(results.glob(f"*/{run}"))]
-    for place in places:
-        if (place / "rows.jsonl").is_file() and (place / "config.yaml").is_file():
-            return place
+def find(run: str, run_dir: Path, results: Path) -> list[Path]:
+    """The folder of a run, or those of its parts where what it simulated is kept apart. Raises MkError where there is
+    none, with the nearest name."""
+    for places in ([Path(run)], [run_dir / run], sorted(results.glob(f"*/{run}"))):
+        found = [place for place in places if all((place / name).is_file() for name in ("rows.jsonl", "config.yaml"))]
+        if found:
+            return found
     known = [path.parent.name for path in (*run_dir.glob("*/rows.jsonl"), *results.glob("*/*/rows.jsonl"))]
     near = closest(run, known)
     raise MkError(

@@ -70,7 +70,7 @@ def require_kept(root: Path, run: Path, **edits: Callable[[Any], Any]) -> list[R
 
     They stand as they are; each field of `edits`, changed in the first row that has it and sealed anew, does not.
     """
-    folder = results.promote(run, root / "results", root)
+    (folder,) = results.promote(run, root / "results", root)
     assert problems(root) == []
     path = folder / "rows.jsonl"
     text, rows = path.read_text(), read_rows(path)

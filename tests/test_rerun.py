@@ -29,7 +29,8 @@ def kept(committed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     sources = source_hash(committed)
     monkeypatch.setattr(rerun, "source_hash", lambda: sources)
     monkeypatch.setattr(rerun, "ROOT", committed)
-    return results.promote(folder_of(tmp_path / "first"), committed / "results", committed)
+    (folder,) = results.promote(folder_of(tmp_path / "first"), committed / "results", committed)
+    return folder
 
 
 def again(kept: Path, root: Path, *overrides: str) -> int:
@@ -74,6 +75,18 @@ def test_a_run_that_cannot_be_repeated_is_refused(kept: Path, tmp_path: Path, mo
     ) as other:
         again(kept, tmp_path)
     assert other.value.hint == f"git checkout {row.commit}" and not (tmp_path / "again").exists()
+
+
+def test_both_parts_of_a_run_are_found(tmp_path: Path) -> None:
+    """In the run's own folder first, else what was measured and what was simulated."""
+    for place in ("runs/one", "results/h200/one", "results/simulated/one", "results/h200/two"):
+        (tmp_path / place).mkdir(parents=True)
+        for name in ("rows.jsonl", "config.yaml"):
+            (tmp_path / place / name).touch()
+    runs, kept = tmp_path / "runs", tmp_path / "results"
+    assert rerun.find("one", runs, kept) == [runs / "one"]
+    assert rerun.find("one", tmp_path, kept) == [kept / "h200" / "one", kept / "simulated" / "one"]
+    assert rerun.find(str(kept / "h200" / "two"), runs, kept) == [kept / "h200" / "two"]
 
 
 def test_a_stored_configuration_is_the_one_that_was_resolved() -> None:

@@ -55,7 +55,8 @@ def made(root: Path, *overrides: str, **meta: Any) -> RunFolder:
 
 def kept(root: Path) -> Path:
     run = made(root)
-    return results.promote(run.path, root / "results", root)
+    (folder,) = results.promote(run.path, root / "results", root)
+    return folder
 
 
 def test_a_promoted_run_is_computed_again_and_stands(repository: Path) -> None:
@@ -137,7 +138,7 @@ def test_rows_from_other_sources_than_their_commits_are_not_promoted(repository:
 
 
 def test_a_run_from_a_machine_without_git_gets_the_commit_of_its_sources(repository: Path) -> None:
-    folder = results.promote(made(repository, commit="none").path, repository / "results", repository)
+    (folder,) = results.promote(made(repository, commit="none").path, repository / "results", repository)
     rows = read_rows(folder / "rows.jsonl")
     assert {row.commit for row in rows} == {commit(repository)} and problems(repository) == []
     assert [rows[1].ratio_to, rows[3].ratio_to] == [rows[0].digest, rows[2].digest]
@@ -204,7 +205,7 @@ def test_a_write_that_breaks_off_leaves_nothing(repository: Path, monkeypatch: p
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    prepared = results.prepare(made(repository).path, repository / "results", repository)
+    (prepared,) = results.prepare(made(repository).path, repository / "results", repository)
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", full)
         with pytest.raises(MkError, match="No space left"):
@@ -277,7 +278,7 @@ def test_a_run_of_several_configurations_keeps_each(repository: Path) -> None:
         engine="cuda", dtype="bfloat16", batch=1, context=[8192], checks={}, **step_figures(FULL, job.gpu, [8192], raw)
     )
     run.append_row(row, raw)
-    folder = results.promote(run.path, repository / "results", repository)
+    (folder,) = results.promote(run.path, repository / "results", repository)
     assert problems(repository) == []
     (stored,) = (folder / "configs").iterdir()
     assert stored.name == f"{row.config_hash[:16]}.yaml"
@@ -287,12 +288,26 @@ def test_a_run_of_several_configurations_keeps_each(repository: Path) -> None:
     ]
 
 
+def test_what_a_run_simulated_and_what_it_measured_are_kept_apart(repository: Path) -> None:
+    run = made(repository)
+    raw = raw_steps(STEPS[:1], [8.0] * 48)
+    axes: dict[str, Any] = {"dtype": "bfloat16", "batch": 1, "context": [8192]}
+    run.append_row(run.measured(raw, engine="simulator", clock="simulated", **axes), raw)
+    measured, simulated = results.promote(run.path, repository / "results", repository)
+    assert (measured.parent.name, simulated.parent.name) == ("h200", "simulated") and measured.name == simulated.name
+    assert [len(read_rows(folder / "rows.jsonl")) for folder in (measured, simulated)] == [4, 1]
+    assert read_raw(simulated / "raw.jsonl").keys() == {read_rows(simulated / "rows.jsonl")[0].raw_sha256}
+    assert problems(repository) == []
+    edit(simulated / "rows.jsonl", 0, lambda values: values | {"p50_ms": 1.0})
+    assert any(f"simulated/{simulated.name}/rows.jsonl:1: p50_ms is 1.0" in problem for problem in problems(repository))
+
+
 def test_folders_of_the_host_are_not_published(repository: Path) -> None:
     model = repository.parent / "models" / "north_mini_code"
     model.mkdir(parents=True)
     run = made(repository, f"model.path={model}", "experiment.trace=true")
     original = run.meta["config_hash"]
-    folder = results.promote(run.path, repository / "results", repository)
+    (folder,) = results.promote(run.path, repository / "results", repository)
     text, rows = (folder / "config.yaml").read_text(), read_rows(folder / "rows.jsonl")
     assert str(model) in (run.path / "config.yaml").read_text()
     assert not any(str(repository.parent) in path.read_text() for path in folder.iterdir())
