@@ -20,13 +20,18 @@ class Difference:
     high: float
 
 
+def share(correct: Sequence[float]) -> float:
+    """Of a run's units that are right; 0 of none."""
+    return statistics.fmean(correct) if correct else 0.0
+
+
 def mean_and_sd(scores: Sequence[float]) -> tuple[float, float | None]:
     """Mean over runs and their sample standard deviation, None of a single run."""
     return statistics.fmean(scores), statistics.stdev(scores) if len(scores) > 1 else None
 
 
 def bootstrap_difference(
-    ours: Sequence[Sequence[bool]], theirs: Sequence[Sequence[bool]], draws: int = 10_000, seed: int = 0
+    ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], draws: int = 10_000, seed: int = 0
 ) -> Difference:
     """The difference of two engines' mean scores [runs][units] over the same units.
 

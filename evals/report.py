@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from evals.benchmarks.base import Benchmark, Score
-from evals.figures import Difference, bootstrap_difference, mean_and_sd
+from evals.figures import bootstrap_difference, mean_and_sd, share
 from evals.runner import Answers
 from mk.errors import MkError
+from mk.rows import Row
 
 SCORES, REPORT = "scores.jsonl", "report.json"
 
@@ -36,26 +37,68 @@ class Result:
         return self.completion_tokens / self.wall_s if self.wall_s else 0.0
 
 
-def summarise(
-    benchmark: Benchmark,
-    answers: Sequence[Answers],
-    scores: Sequence[Sequence[Score]],
-    requests: Mapping[Any, str],
-    wall_s: float,
-) -> Result:
-    figures = [benchmark.figures(run) for run in scores]
-    mean, sd = mean_and_sd([run["score"] for run in figures])
+def raw_answers(answers: Sequence[Answers], scores: Sequence[Sequence[Score]], wall_s: float) -> dict[str, Any]:
+    """What a row is computed from. correct: 1 of each unit that is right, by run. answers: whether it ended at the cap
+    on its tokens, tokens of its prompt and of itself, of all runs."""
     completions = [completion for each in answers for completion in each.completions]
+    return {
+        "kind": "answers",
+        "correct": [[int(score.correct) for score in run] for run in scores],
+        "answers": [[int(of.finish == "length"), of.prompt_tokens, of.completion_tokens] for of in completions],
+        "wall_s": wall_s,
+    }
+
+
+def totals(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `Row` that every evaluation has."""
+    scores = [share(run) for run in raw["correct"]]
+    mean, sd = mean_and_sd(scores)
+    capped, prompts, completions = (sum(of[i] for of in raw["answers"]) for i in range(3))
+    return {
+        "score": mean,
+        "score_sd": sd,
+        "scores": scores,
+        "answers": len(raw["answers"]),
+        "truncated": capped,
+        "usage_prompt_tokens": prompts,
+        "usage_completion_tokens": completions,
+        "wall_s": raw["wall_s"],
+    }
+
+
+def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `Row`, with verdicts. Besides `raw_answers`: counted, how many requests there were, were sent, came
+    back, and runs and seeds; equal: verdicts on samples; theirs: another engine's `correct`."""
+    found, counted = totals(raw), raw["counted"]
+    checks = {
+        "samples_are_requests": counted["requests"] == found["answers"],
+        "answers_are_requests": counted["answered"] == counted["sent"],
+        "seeds_differ": counted["seeds"] == counted["runs"],
+    }
+    whole = counted["sent"] == found["answers"]  # no part of the answers is older than the clock
+    found["tok_s"] = found["usage_completion_tokens"] / found["wall_s"] if whole and found["wall_s"] else None
+    if "theirs" in raw:
+        apart = bootstrap_difference(raw["correct"], raw["theirs"])
+        found |= {"score_difference": apart.mean}
+        found |= {"score_difference_low": apart.low, "score_difference_high": apart.high}
+    return {**found, "checks": checks | raw["equal"]}
+
+
+def summarise(
+    benchmark: Benchmark, raw: Mapping[str, Any], scores: Sequence[Sequence[Score]], requests: Mapping[Any, str]
+) -> Result:
+    """raw: of `raw_answers`."""
+    of = totals(raw)
     joined = "\n".join(digest for _, digest in sorted(requests.items()))
     return Result(
-        figures,
-        mean,
-        sd,
-        len(completions),
-        sum(completion.finish == "length" for completion in completions),
-        sum(completion.prompt_tokens for completion in completions),
-        sum(completion.completion_tokens for completion in completions),
-        wall_s,
+        [benchmark.figures(run) for run in scores],
+        of["score"],
+        of["score_sd"],
+        of["answers"],
+        of["truncated"],
+        of["usage_prompt_tokens"],
+        of["usage_completion_tokens"],
+        of["wall_s"],
         hashlib.sha256(joined.encode()).hexdigest(),
     )
 
@@ -72,8 +115,8 @@ def write_report(folder: Path, result: Result, **more: Any) -> None:
     (folder / REPORT).write_text(json.dumps(values, indent=2) + "\n")
 
 
-def difference(folder: Path, scores: Sequence[Sequence[Score]], requests_hash: str) -> Difference:
-    """This evaluation's score minus that of another run folder. Raises MkError unless both sent the same requests."""
+def theirs(folder: Path, scores: Sequence[Sequence[Score]], requests_hash: str) -> list[list[int]]:
+    """What another run folder has right of these units, by run. Raises MkError unless both sent the same requests."""
     try:
         report = json.loads((folder / REPORT).read_text())
         lines = [json.loads(line) for line in (folder / SCORES).read_text().splitlines()]
@@ -81,13 +124,10 @@ def difference(folder: Path, scores: Sequence[Sequence[Score]], requests_hash: s
         raise MkError(f"{folder} is no finished evaluation: {error}", hint="experiment.compare=<run folder>") from error
     if report["requests_hash"] != requests_hash:
         raise MkError(f"{folder} was asked other requests than this evaluation, so their scores cannot be compared")
-    theirs: dict[int, dict[str, bool]] = {}
+    found: dict[int, dict[str, bool]] = {}
     for line in lines:
-        theirs.setdefault(line["run"], {})[line["unit"]] = line["correct"]
-    units = [score.unit for score in scores[0]]
-    return bootstrap_difference(
-        [[score.correct for score in run] for run in scores], [[run[unit] for unit in units] for run in theirs.values()]
-    )
+        found.setdefault(line["run"], {})[line["unit"]] = line["correct"]
+    return [[int(run[score.unit]) for score in scores[0]] for run in found.values()]
 
 
 def lines(result: Result) -> list[str]:

@@ -17,7 +17,7 @@ from evals.benchmarks import open_benchmark
 from evals.benchmarks.base import Benchmark, Problem
 from evals.offline import OfflineEngine, prompt_ids
 from evals.preflight import estimate, require_affordable
-from evals.report import difference, lines, summarise, write_report, write_scores
+from evals.report import lines, raw_answers, summarise, theirs, write_report, write_scores
 from evals.runner import Runner, grade
 from evals.samples import FILE, SampleStore
 from evals.sandbox.probes import SandboxReport, open_sandbox
@@ -122,55 +122,46 @@ def _evaluate(
         raise
     wall_s = time.perf_counter() - started
     scores = grade(benchmark, answers, settings.runs, sandbox)
-    result = summarise(benchmark, answers, scores, runner.requests, wall_s)
-    checks = {
-        "samples_are_requests": len(runner.requests) == result.answers,
-        "answers_are_requests": engine.answered - before == runner.sent,
-        "seeds_differ": _seeds(store) == settings.runs,
+    raw = raw_answers(answers, scores, wall_s)
+    result = summarise(benchmark, raw, scores, runner.requests)
+    raw["counted"] = {
+        "requests": len(runner.requests),
+        "answered": engine.answered - before,
+        "sent": runner.sent,
+        "seeds": _seeds(store),
+        "runs": settings.runs,
     }
-    if settings.check and settings.base_url is None and cfg.sampling.temperature == 0:
-        checks |= _equal_to_oracle(model, store)
+    compared = settings.check and settings.base_url is None and cfg.sampling.temperature == 0
+    raw["equal"] = _equal_to_oracle(model, store) if compared else {}
+    if settings.compare is not None:
+        raw["theirs"] = theirs(Path(settings.compare), scores, result.requests_hash)
+    row = run.measured(
+        raw,
+        engine=engine.name,
+        dtype=_dtype(cfg, engine.name),
+        batch=engine.parallel,
+        context=[max(each.completions[0].prompt_tokens for each in answers)],
+        benchmark=cfg.benchmark.name,
+        benchmark_sha256=benchmark.facts["sha256"],
+        requests_hash=result.requests_hash,
+    )
     write_scores(run.path, scores)
     write_report(
         run.path,
         result,
         data=benchmark.facts,
         sandbox=None if sandboxed is None else dataclasses.asdict(sandboxed),
-        checks=checks,
+        checks=row.checks,
     )
-    apart = None if settings.compare is None else difference(Path(settings.compare), scores, result.requests_hash)
-    prompt_lengths = [each.completions[0].prompt_tokens for each in answers]
-    run.append_row(
-        run.row(
-            engine=engine.name,
-            dtype=_dtype(cfg, engine.name),
-            batch=engine.parallel,
-            context=[max(prompt_lengths)],
-            checks=checks,
-            benchmark=cfg.benchmark.name,
-            benchmark_sha256=benchmark.facts["sha256"],
-            score=result.mean,
-            score_sd=result.sd,
-            scores=[figures["score"] for figures in result.figures],
-            answers=result.answers,
-            truncated=result.truncated,
-            usage_prompt_tokens=result.prompt_tokens,
-            usage_completion_tokens=result.completion_tokens,
-            wall_s=wall_s,
-            tok_s=result.tok_s if runner.sent == result.answers else None,
-            requests_hash=result.requests_hash,
-            score_difference=apart and apart.mean,
-            score_difference_low=apart and apart.low,
-            score_difference_high=apart and apart.high,
-        )
-    )
+    run.append_row(row, raw)
     print("\n".join(lines(result)))
-    if apart is not None:
-        print(f"difference {apart.mean:+.4f}, 95 % from {apart.low:+.4f} to {apart.high:+.4f}")
-    for name, passed in checks.items():
+    if row.score_difference is not None:
+        interval = f"95 % from {row.score_difference_low:+.4f} to {row.score_difference_high:+.4f}"
+        print(f"difference {row.score_difference:+.4f}, {interval}")
+    for name, passed in row.checks.items():
         print(f"{name.replace('_', ' ')}: {'yes' if passed else 'NO'}")
     print(f"run folder: {run.path}")
-    return 0 if all(checks.values()) else 1
+    return 0 if all(row.checks.values()) else 1
 
 
 def _way_on(run: RunFolder, store: SampleStore) -> str:

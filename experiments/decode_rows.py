@@ -31,6 +31,7 @@ class Timing:
     wall_ms: float  # by the host's clock, a step
     experts_by_layer: list[float]  # distinct ones that each sparse layer touched in a step, mean over the steps
     drawn_as_twin: bool  # the last step's tokens
+    schedule_hash: str  # of what the device executed
     ids: Tensor  # that top-k published in all steps, the warm-up too; int16 [steps, layers, rows, top_k] on the CPU
 
     @classmethod
@@ -42,6 +43,7 @@ class Timing:
             float(np.mean([block.wall_ms for block in blocks])),
             experts,
             all(block.drawn_as_twin for block in blocks),
+            _one({block.schedule_hash for block in blocks}),
             torch.cat([block.ids for block in blocks]),
         )
 
@@ -52,6 +54,13 @@ class Timing:
     @property
     def p50_ms(self) -> float:
         return float(np.median(self.step_ms))
+
+
+def _one(hashes: set[str]) -> str:
+    """Raises MkError where blocks of one batch executed several schedules."""
+    if len(hashes) != 1:
+        raise MkError(f"blocks of one batch executed {len(hashes)} schedules: {', '.join(sorted(hashes))}")
+    return hashes.pop()
 
 
 def append_row(
@@ -83,7 +92,7 @@ def append_row(
         "checks": {"schedule_verified": True, **checks},
         "bound": bound,
         "build_hash": library.build_hash,
-        "schedule_hash": program.schedule_hash,
+        "schedule_hash": timing.schedule_hash,
         "routing_hash": timing.routing_hash,
         "tasks": program.tasks_by_operation(),
         "wall_ms": timing.wall_ms,

@@ -294,7 +294,7 @@ def measure(
     times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
     routed = taken[:, :, :rows]
     experts = distinct_experts(routed[warmup:], g)
-    return Timing(times, wall, experts, drawn == twin, routed.to("cpu", torch.int16))
+    return Timing(times, wall, experts, drawn == twin, runtime.executed_hash(), routed.to("cpu", torch.int16))
 
 
 def _bounds(bench: Bench, run: RunFolder) -> list[Row]:

@@ -26,7 +26,22 @@ def worst_ratio(errors: Sequence[tuple[float, float]]) -> float:
     ratios = [
         0.0 if tested == rounded == 0 else tested / rounded if rounded else torch.inf for tested, rounded in errors
     ]
-    return float(torch.tensor(ratios).max())
+    return largest(ratios)
+
+
+def number(value: float, digits: int = 6) -> float | None:
+    """For raw data: so many digits, and null for what is not finite."""
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+
+
+def read(value: float | None) -> float:
+    """A number of raw data; a NaN fails every verdict, as does an infinite one."""
+    return math.nan if value is None else value
+
+
+def largest(values: Sequence[float]) -> float:
+    """NaN where one is."""
+    return float(torch.tensor(values, dtype=torch.float64).max())
 
 
 def figure(value: float) -> float | None:

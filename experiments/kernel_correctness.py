@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from experiments.device_weights import open_weights, pack
-from experiments.distances import BAR, LEAST_STD, chosen_layers, distance, figure, worst_ratio
+from experiments.distances import chosen_layers, distance, worst_ratio
 from experiments.kernel_checks import OneLayer
+from experiments.kernel_figures import raw_layer
 from experiments.layer_arms import (
     EXPERTS_IMPLEMENTATION,
     Arm,
@@ -38,7 +40,6 @@ from mk.model.tensors import WeightSource
 from mk.programs import Programs, bucket_for
 from mk.rows import Row
 from mk.runs import RunFolder
-from mk.schedule.lower import Program
 from mk.splits import SplitPolicy
 
 ENOUGH_KEYS = 64  # of a context whose scores are counted
@@ -67,13 +68,9 @@ class Measured:
     needles: int
     lost: list[str]  # needles that were not returned, or were where they must not be
 
-    def checks(self) -> dict[str, bool]:
-        found = {
-            "attention_within_bar": worst_ratio(self.attention) <= BAR,
-            "ffn_within_bar": worst_ratio(self.ffn) <= BAR,
-            "needles_returned": not self.lost,
-        }
-        return found if self.logit_std is None else {**found, "scores_are_sharp": self.logit_std >= LEAST_STD}
+    @property
+    def raw(self) -> dict[str, Any]:
+        return raw_layer(self.attention, self.ffn, self.logit_std, self.needles, len(self.lost))
 
 
 def main(cfg: Config) -> int:
@@ -84,7 +81,7 @@ def main(cfg: Config) -> int:
     g = source.geometry
     chosen = chosen_layers(settings.layers, g)
     with torch.inference_mode():
-        batches, programs, build_hash = _batches(cfg, source, engine, device)
+        batches, split_by, build_hash = _batches(cfg, source, engine, device)
         with RunFolder.create(cfg) as run:
             rows = []
             layers = OneLayer(source, device)
@@ -92,14 +89,12 @@ def main(cfg: Config) -> int:
                 layers.forget()
                 exact = ReferenceArm(Reference(g, layers.get))
                 rounded = TransformersArm(g, layers.get, layer, device) if layer in chosen else None
-                for index, (batch, program) in enumerate(zip(batches, programs, strict=True)):
+                for index, (batch, splits) in enumerate(zip(batches, split_by, strict=True)):
                     generator = torch.Generator(device).manual_seed(settings.seed + 1000 * layer + index)
-                    found = measure(
-                        g, batch, layer, exact, rounded, program.shape.splits, settings.logit_std, generator
-                    )
+                    found = measure(g, batch, layer, exact, rounded, splits, settings.logit_std, generator)
                     if found is not None:
-                        rows.append(_row(cfg, run, batch, program, layer, found, build_hash))
-                        run.append_row(rows[-1])
+                        row = _row(run, batch, layer, found, build_hash)
+                        rows.append(run.append_row(row, found.raw))
                         print(line(rows[-1], found), flush=True)
             print(f"\n{table(rows)}\nrun folder: {run.path}")
     return 0 if all(all(row.checks.values()) for row in rows) else 1
@@ -107,8 +102,8 @@ def main(cfg: Config) -> int:
 
 def _batches(
     cfg: Config, source: WeightSource, engine: str, device: torch.device
-) -> tuple[list[Batch], list[Program], str | None]:
-    """The batches with their machines, their programs, and the library's hash where there is one."""
+) -> tuple[list[Batch], list[SplitPolicy], str | None]:
+    """The batches with their machines, how they split attention, and the library's hash where there is one."""
     g, plan, contexts = source.geometry, plan_for(cfg, engine), cfg.experiment.batches
     programs = [Programs(g, len(keys), plan).get(bucket_for(max(keys))) for keys in contexts]
     longest = max(max(keys) for keys in contexts)
@@ -142,7 +137,7 @@ def _batches(
     for keys, machine in zip(contexts, machines, strict=True):
         tokens = torch.randint(g.vocab, (len(keys),), generator=torch.Generator().manual_seed(cfg.experiment.seed))
         batches.append(Batch(keys, machine, embed(tokens).to(device, torch.bfloat16)))
-    return batches, programs, build_hash
+    return batches, [program.shape.splits for program in programs], build_hash
 
 
 def _pages(g: Geometry, keys: Sequence[int]) -> dict[str, int]:
@@ -241,27 +236,17 @@ def _needles(
     return count, lost
 
 
-def _row(
-    cfg: Config, run: RunFolder, batch: Batch, program: Program, layer: int, found: Measured, build_hash: str | None
-) -> Row:
-    return run.row(
+def _row(run: RunFolder, batch: Batch, layer: int, found: Measured, build_hash: str | None) -> Row:
+    return run.measured(
+        found.raw,
         engine=batch.tested.name,
         dtype="bfloat16",
         batch=len(batch.keys),
         context=batch.keys,
         routing="replay",
-        checks={"schedule_verified": True, **found.checks()},
         build_hash=build_hash,
-        schedule_hash=program.schedule_hash,
+        schedule_hash=batch.tested.executed_hash(),
         layer=layer,
-        attention_error=figure(max(tested for tested, _ in found.attention)),
-        attention_error_bf16=figure(max(theirs for _, theirs in found.attention)),
-        attention_ratio=figure(worst_ratio(found.attention)),
-        ffn_error=figure(max(tested for tested, _ in found.ffn)),
-        ffn_error_bf16=figure(max(theirs for _, theirs in found.ffn)),
-        ffn_ratio=figure(worst_ratio(found.ffn)),
-        logit_std=found.logit_std,
-        needles=found.needles,
         experts_implementation=EXPERTS_IMPLEMENTATION,
     )
 

@@ -89,6 +89,10 @@ class Arm(Protocol):
         """x: bf16 [rows, hidden]. ids: int64 [rows, top_k], None in a dense layer."""
         ...
 
+    def executed_hash(self) -> str:
+        """Of the last `run`'s schedule, read back from the machine."""
+        ...
+
 
 class LayerParts:
     """The layers of a step, each from its first wave to its last, cut when they are first asked for."""
@@ -257,6 +261,9 @@ class InterpreterArm:
         self.values = torch.from_numpy(own).view(rows, g.kv_heads, g.head_dim)
         return Contributions(torch.from_numpy(memory.oproj_out.copy()), torch.from_numpy(memory.ffn_out.copy()))
 
+    def executed_hash(self) -> str:
+        return self.worker.executed_hash()
+
 
 class KernelArm:
     """The kernel on a card: history is packed on the device, and a layer is one launch."""
@@ -306,3 +313,6 @@ class KernelArm:
         own = runtime["qkv"][:rows, g.q_width + g.kv_width : g.qkv_rows].float()
         self.values = own.view(rows, g.kv_heads, g.head_dim)
         return Contributions(runtime["oproj_out"][:rows].clone(), runtime["ffn_out"][:rows].clone())
+
+    def executed_hash(self) -> str:
+        return self.runtime.executed_hash()

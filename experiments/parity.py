@@ -13,7 +13,7 @@ import torch
 
 from experiments.device_weights import open_weights, pack
 from experiments.opening import machine_under_test, plan_for
-from experiments.parity_checks import Parity, distance, forced_logits, reference_logits
+from experiments.parity_checks import forced_logits, positions, reference_logits
 from experiments.prompts import sample_prompts
 from mk.build import build_for
 from mk.config import Config
@@ -47,15 +47,17 @@ def main(cfg: Config) -> int:
         rows = []
         for tokens, (exact, rounded), logits in zip(sequences, references, found, strict=True):
             following = torch.tensor(tokens[-settings.steps :])
-            nll = distance(exact, exact, following).nll
-            parity = Parity(
-                len(tokens) - settings.steps,
-                distance(logits, exact, following),
-                distance(rounded, exact, following),
-                nll,
+            tested, floor = (positions(each, exact, following).raw for each in (logits, rounded))
+            raw = {"kind": "logits", "tested": tested, "rounded": floor}
+            row = run.measured(
+                raw,
+                engine=engine.name,
+                dtype="bfloat16" if engine.name == "cuda" or cfg.engine.numerics == "kernel" else "float32",
+                batch=len(settings.contexts),
+                context=[len(tokens) - settings.steps],
+                build_hash=build_hash,
             )
-            rows.append(_row(cfg, run, engine, parity, build_hash))
-            run.append_row(rows[-1])
+            rows.append(run.append_row(row, raw))
         print(f"{table(rows)}\nrun folder: {run.path}")
     return 0 if all(all(row.checks.values()) for row in rows) else 1
 
@@ -86,32 +88,6 @@ def _engine(cfg: Config, source: WeightSource, name: str, context: int) -> tuple
         weights, library, plan, rows, context, cfg.prefill.chunk, window_slots=window, products=cfg.prefill.products
     )
     return engine, library.build_hash
-
-
-def _row(cfg: Config, run: RunFolder, engine: Engine, parity: Parity, build_hash: str | None) -> Row:
-    def figure(value: float) -> float | None:
-        return value if math.isfinite(value) else None  # a row has finite figures; its verdict says the rest
-
-    tested, floor = parity.tested, parity.floor
-    return run.row(
-        engine=engine.name,
-        dtype="bfloat16" if engine.name == "cuda" or cfg.engine.numerics == "kernel" else "float32",
-        batch=len(cfg.experiment.contexts),
-        context=[parity.context],
-        checks=parity.checks(),
-        build_hash=build_hash,
-        positions=tested.positions,
-        kl=figure(tested.kl),
-        kl_bf16=floor.kl,
-        kl_median=figure(tested.kl_median),
-        kl_median_bf16=floor.kl_median,
-        top1_agreement=1 - tested.disagreements / tested.positions,
-        top1_agreement_bf16=1 - floor.disagreements / floor.positions,
-        nll=figure(tested.nll),
-        nll_float32=parity.nll,
-        nll_error=figure(tested.nll_error),
-        nll_error_bf16=floor.nll_error,
-    )
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -10,18 +10,54 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from experiments.distances import figure, number, read
 from experiments.kernel_checks import Bfloat16Reference, OneLayer
 from mk.engines import Engine
 from mk.model.reference import Reference, ReferenceCache
 from mk.model.tensors import WeightSource
+from mk.rows import Row
 from mk.sampling import SamplingParams
 
 BAR = 1.5  # times the noise floor
+DIGITS = 9  # of raw data: an nll's error is the difference of two that are near each other
 SLACK = 5  # positions whose likeliest token may differ more often than that
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """One sequence's distributions beside float32's, position by position. nats.
+
+    kl: of float32 from the tested. differs: whether another token is the likeliest. nll, nll_exact: of the true next
+    token, the tested and float32's.
+    """
+
+    kl: list[float]
+    differs: list[bool]
+    nll: list[float]
+    nll_exact: list[float]
+
+    @property
+    def distance(self) -> Distance:
+        kl, nll, exact = (np.array(values) for values in (self.kl, self.nll, self.nll_exact))
+        error = float(np.median(np.abs(nll - exact)))
+        return Distance(len(kl), float(kl.mean()), float(np.median(kl)), sum(self.differs), float(nll.mean()), error)
+
+    @property
+    def raw(self) -> dict[str, Any]:
+        """As JSON has it; `Positions.read` is its inverse."""
+        numbers = {name: [number(x, DIGITS) for x in getattr(self, name)] for name in ("kl", "nll", "nll_exact")}
+        return {**numbers, "differs": [int(differs) for differs in self.differs]}
+
+    @classmethod
+    def read(cls, raw: dict[str, Any]) -> Positions:
+        kl, nll, exact = ([read(x) for x in raw[name]] for name in ("kl", "nll", "nll_exact"))
+        return cls(kl, [bool(differs) for differs in raw["differs"]], nll, exact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +76,33 @@ class Distance:
     nll_error: float
 
 
-@dataclass(frozen=True, slots=True)
-class Parity:
-    """An engine's distance in a row of `context` keys, the noise floor, and float32's own nll."""
+def verdicts(tested: Distance, floor: Distance) -> dict[str, bool]:
+    """Of an engine's distance and the noise floor. NaN fails every one that it is in."""
+    return {
+        "kl_within_bar": tested.kl_median <= BAR * floor.kl_median,
+        "nll_within_bar": tested.nll_error <= BAR * floor.nll_error,
+        "top1_within_bar": tested.disagreements <= BAR * floor.disagreements + SLACK,
+    }
 
-    context: int
-    tested: Distance
-    floor: Distance
-    nll: float
 
-    def checks(self) -> dict[str, bool]:
-        """NaN fails every one of them."""
-        tested, floor = self.tested, self.floor
-        return {
-            "kl_within_bar": tested.kl_median <= BAR * floor.kl_median,
-            "nll_within_bar": tested.nll_error <= BAR * floor.nll_error,
-            "top1_within_bar": tested.disagreements <= BAR * floor.disagreements + SLACK,
-        }
+def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `Row` from an engine's positions and those of the reference in bfloat16."""
+    tested, rounded = Positions.read(raw["tested"]), Positions.read(raw["rounded"])
+    ours, floor = tested.distance, rounded.distance
+    return {
+        "checks": verdicts(ours, floor),
+        "positions": ours.positions,
+        "kl": figure(ours.kl),
+        "kl_bf16": floor.kl,
+        "kl_median": figure(ours.kl_median),
+        "kl_median_bf16": floor.kl_median,
+        "top1_agreement": 1 - ours.disagreements / ours.positions,
+        "top1_agreement_bf16": 1 - floor.disagreements / floor.positions,
+        "nll": figure(ours.nll),
+        "nll_float32": float(np.mean(rounded.nll_exact)),
+        "nll_error": figure(ours.nll_error),
+        "nll_error_bf16": floor.nll_error,
+    }
 
 
 @torch.no_grad()
@@ -100,17 +146,11 @@ def forced_logits(engine: Engine, sequences: Sequence[Sequence[int]], keep: int)
     return [torch.stack(logits) for logits in found]
 
 
-def distance(logits: Tensor, exact: Tensor, following: Tensor) -> Distance:
-    """Of logits [T, vocab] from float32's, where the true next tokens are int64 [T]."""
+def positions(logits: Tensor, exact: Tensor, following: Tensor) -> Positions:
+    """Of logits [T, vocab] beside float32's, where the true next tokens are int64 [T]."""
     ours, theirs = (x.double().log_softmax(-1) for x in (logits.to(exact.device), exact))
     kl = (theirs.exp() * (theirs - ours)).sum(-1)
     index = following.to(exact.device)[:, None]
     nll, nll_exact = (-x.gather(1, index)[:, 0] for x in (ours, theirs))
-    return Distance(
-        len(following),
-        float(kl.mean()),
-        float(kl.median()),
-        int((ours.argmax(-1) != theirs.argmax(-1)).sum()),
-        float(nll.mean()),
-        float((nll - nll_exact).abs().median()),
-    )
+    differs = ours.argmax(-1) != theirs.argmax(-1)
+    return Positions(kl.tolist(), differs.tolist(), nll.tolist(), nll_exact.tolist())

@@ -7,13 +7,18 @@ give the same bits. `experiment.dump=true` keeps what every wave wrote, by unit,
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
 from experiments.device_weights import open_weights, pack
+from experiments.distances import figure, largest, number
 from experiments.opening import machine_under_test, make_runtime, plan_for
 from mk.build import build_for
 from mk.config import Config
@@ -35,6 +40,7 @@ from mk.parts import (
     fields,
     synthetic_pages,
 )
+from mk.parts.compare import Difference
 from mk.parts.fields import Mask
 from mk.programs import Programs, bucket_for
 from mk.rows import Row
@@ -78,7 +84,17 @@ def main(cfg: Config) -> int:
             print("\n".join(lines(result)), flush=True)
         if settings.dump:
             np.savez_compressed(run.path / "waves.npz", **dump)
-        run.append_row(_row(run, whole, tested, keys, results, build_hash))
+        waves = [[of.name, of.executed, [raw_difference(d) for d in of.differences]] for of in results]
+        raw = {"kind": "waves", "waves": waves}
+        row = run.measured(
+            raw,
+            engine=tested.name,
+            dtype="bfloat16",
+            context=keys,
+            batch=len(keys),
+            build_hash=build_hash,
+        )
+        run.append_row(row, raw)
         failed = [result.name for result in results if not result.passed]
         print(f"{len(results)} waves, {len(failed)} beyond the noise{': ' if failed else ''}{', '.join(failed)}")
         print(f"run folder: {run.path}")
@@ -100,21 +116,23 @@ def _machines(cfg: Config, engine: str, source: WeightSource, whole: Program) ->
     return expected, KernelWorker(runtime, whole.shape, caches[1]), library.build_hash
 
 
-def _row(
-    run: RunFolder, whole: Program, tested: Worker, keys: list[int], results: list[WaveResult], build_hash: str | None
-) -> Row:
-    worst = max((d.worst for result in results for d in result.differences), default=0.0)
-    return run.row(
-        engine=tested.name,
-        dtype="bfloat16",
-        context=keys,
-        batch=len(keys),
-        checks={"schedule_verified": True, "waves_within_noise": all(result.passed for result in results)},
-        build_hash=build_hash,
-        schedule_hash=whole.schedule_hash,
-        waves=len(results),
-        worst_of_tolerance=worst if np.isfinite(worst) else None,
-    )
+def raw_difference(of: Difference) -> list[Any]:
+    """Its fields in their order, numbers to six digits, null where one is not finite."""
+    return [number(value) if isinstance(value, float) else value for value in dataclasses.astuple(of)]
+
+
+def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `Row` from the differences of each wave; one that stays in the SMs has none."""
+    results = [
+        WaveResult(name, [Difference(*(math.nan if x is None else x for x in of)) for of in differences], executed)
+        for name, executed, differences in raw["waves"]
+    ]
+    schedules = hashlib.sha256("".join(result.executed for result in results).encode()).hexdigest()[:16]
+    worst = largest([d.worst for result in results for d in result.differences] or [0.0])
+    passed = all(result.passed for result in results)
+    checks = {"schedule_verified": True, "waves_within_noise": passed}  # a program that is refused is never loaded
+    found = {"waves": len(results), "worst_of_tolerance": figure(worst)}
+    return {**found, "schedule_hash": schedules, "checks": checks}
 
 
 def _full_keys(text: str) -> str:

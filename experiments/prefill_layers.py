@@ -7,19 +7,16 @@ distance is taken twice: over all of its tokens, and at its worst token, which a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from experiments.distances import worst_ratio
 from experiments.kernel_checks import differing_sets
 from experiments.layer_arms import LayerTokens
+from experiments.prefill_figures import PARTS, Distance, Flips
 from experiments.prefill_rig import Rig, poison
 from prefill.chunks import Prompt, cut
 from prefill.triton_prefill import Place
-
-PARTS = ("attention", "ffn", "keys", "values")
 
 
 class PrefillArm:
@@ -63,16 +60,6 @@ class PrefillArm:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Distance:
-    """Of one part of a prompt's layer from float32, all tokens together, beside transformers' in bfloat16."""
-
-    tested: float
-    rounded: float
-    ratio: float  # of these two, or of the two worst tokens, if that is larger
-    token: int  # the worst one
-
-
 class Yardstick:
     """One part of a layer over a long sequence, exact and in bfloat16; prompts are its beginnings."""
 
@@ -88,25 +75,12 @@ class Yardstick:
         wrong, size, rounded = _squares(found.float() - self.exact[:n]), self.size[:n], self.rounded[:n]
         whole = [float((part.sum() / size.sum()).sqrt()) for part in (wrong, rounded)]
         worst = [float((part / size).max().sqrt()) for part in (wrong, rounded)]
-        ratio = worst_ratio([(whole[0], whole[1]), (worst[0], worst[1])])
-        return Distance(whole[0], whole[1], ratio, int((wrong / size).argmax()))
+        return Distance((whole[0], whole[1]), (worst[0], worst[1]), int((wrong / size).argmax()))
 
 
 def _squares(x: Tensor) -> Tensor:
     """float64 [tokens]."""
     return x.float().square().sum(-1, dtype=torch.float64)
-
-
-@dataclass(frozen=True, slots=True)
-class Flips:
-    """Tokens whose set of experts is not float32's on the same input.
-
-    margin: the furthest that a logit of a chosen expert lies below that of float32's last one, as a share of that.
-    """
-
-    tested: int
-    rounded: int
-    margin: float
 
 
 class LayerMeasure:

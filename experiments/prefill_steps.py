@@ -25,7 +25,7 @@ class NextStep(Protocol):
 
     rig: Rig
     build_hash: str | None
-    schedule_hash: str
+    schedule_hash: str | None  # of what `run` executed last
 
     def run(self, keys: int, token: int, ids: Tensor) -> Tensor:
         """Decode `token` as the last of `keys` in slot 0; its logits, float32 [vocab]. ids: int32 [layers, top_k]."""
@@ -33,6 +33,8 @@ class NextStep(Protocol):
 
 
 class KernelStep:
+    schedule_hash: str | None
+
     def __init__(self, cfg: Config, weights: PackedWeights, context: int) -> None:
         g, plan = weights.geometry, plan_for(cfg, "cuda")
         library = build_for(cfg, g, plan.splits)
@@ -49,7 +51,7 @@ class KernelStep:
             pools=pools,
         )
         self.program = Programs(g, 1, plan).get(bucket_for(context))
-        self.build_hash, self.schedule_hash = library.build_hash, self.program.schedule_hash
+        self.build_hash, self.schedule_hash = library.build_hash, None
 
     def run(self, keys: int, token: int, ids: Tensor) -> Tensor:
         runtime, g, pages = self.runtime, self.runtime.geometry, self.rig.pages
@@ -65,17 +67,19 @@ class KernelStep:
         runtime.finish()
         runtime.require_healthy(f"the step after {keys - 1} prefilled tokens")
         runtime.force_routing(None)
+        self.schedule_hash = runtime.executed_hash()
         return runtime.logits(0).clone()
 
 
 class InterpreterStep:
     build_hash = None
+    schedule_hash: str | None
 
     def __init__(self, cfg: Config, weights: PackedWeights, context: int) -> None:
         g = weights.geometry
         self.rig = Rig.for_prompts(weights, 1, context, cfg.prefill.chunk, products=cfg.prefill.products or "packed")
         self.program = Programs(g, 1, plan_for(cfg, "interpreter")).get(bucket_for(context))
-        self.schedule_hash = self.program.schedule_hash
+        self.schedule_hash = None
         kv = KVCache(g, *(len(self.rig.pools[kind]) for kind in KINDS))
         self.worker = InterpreterWorker(Machine(weights, kv, "kernel"), self.program.shape)
 
@@ -85,4 +89,5 @@ class InterpreterStep:
         hand_over(self.rig.prefill.pools, worker.kv, pages, 0)
         routed = {layer: ids[layer, None].long().numpy() for layer in g.sparse_layers}
         worker.run(self.program, StepInput([keys], [token], pages.table, routed))
+        self.schedule_hash = worker.executed_hash()
         return torch.from_numpy(worker.memory.logits[0, : g.vocab].copy())

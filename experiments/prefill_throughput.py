@@ -10,20 +10,19 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from experiments.device_weights import open_weights, pack
 from experiments.kernel_checks import NOISE_RATIO, consult, relative_error, same_bits
+from experiments.prefill_rates import matrix_tflop_s
 from experiments.prefill_rig import Rig
-from experiments.prefill_tiles import matrix_tflop_s
+from experiments.prefill_tiles import matrix_ms
 from mk.config import Config
 from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.model.packing import PackedWeights
 from mk.model.tensors import WeightSource
-from mk.roofline import prefill_flop
 from mk.rows import Row
 from mk.runs import RunFolder
 from prefill.chunks import Prompt
@@ -95,12 +94,23 @@ def main(cfg: Config) -> int:
     bench = Bench(cfg, pack(source, DEVICE))
     with RunFolder.create(cfg) as run:
         checks, error = check(bench, source, settings.check_tokens)
-        matrix = matrix_tflop_s(DEVICE)
-        print(f"torch's bf16 product: {matrix:.0f} TFLOP/s\n{_line(*COLUMNS)}", flush=True)
+        matrix = matrix_ms(DEVICE)
+        print(f"torch's bf16 product: {matrix_tflop_s(matrix):.0f} TFLOP/s\n{_line(*COLUMNS)}", flush=True)
         for rows, length in [(1, n) for n in settings.lengths] + [(settings.packed_rows, n) for n in settings.packed]:
             timing = bench.measure(rows, length)
-            row = _row(bench, run, rows, length, timing, matrix, checks, error)
-            run.append_row(row, {"call_ms": timing.device, "host_ms": timing.host})
+            times = {"call_ms": timing.device, "host_ms": timing.host, "matrix_ms": matrix}
+            raw = {"kind": "prefill_calls", **times}
+            row = run.measured(
+                raw,
+                engine="cuda",
+                dtype="bfloat16",
+                batch=rows,
+                context=[length] * rows,
+                checks=checks,
+                logits_error=error[0],
+                logits_error_bf16=error[1],
+            )
+            run.append_row(row, raw)
             print(_cells(row), flush=True)
         print(f"run folder: {run.path}")
     return 0
@@ -145,39 +155,6 @@ def _continued(bench: Bench, tokens: list[int]) -> Tensor:
     cut = min(SHORT, len(tokens) - 1)
     rig.prefill.forward(rig.pages, [Prompt(0, tokens[:cut])])
     return rig.prefill.forward(rig.pages, [Prompt(0, tokens[cut:], cut)])[0]
-
-
-def _row(
-    bench: Bench,
-    run: RunFolder,
-    rows: int,
-    length: int,
-    timing: Timing,
-    matrix: float,
-    checks: dict[str, bool],
-    error: tuple[float, float],
-) -> Row:
-    p10, p50, p90 = (float(np.percentile(timing.device, p)) for p in (10, 50, 90))
-    rate = prefill_flop(bench.geometry, [length] * rows) / (p50 * 1e9)
-    return run.row(
-        engine="cuda",
-        dtype="bfloat16",
-        batch=rows,
-        context=[length] * rows,
-        checks=checks,
-        prompt_tokens=rows * length,
-        p10_ms=p10,
-        p50_ms=p50,
-        p90_ms=p90,
-        ttft_ms=float(np.median(timing.host)),
-        steps=len(timing.device),
-        prefill_tok_s=rows * length / p50 * 1e3,
-        tflop_s=rate,
-        matrix_tflop_s=matrix,
-        pct_matrix=100 * rate / matrix,
-        logits_error=error[0],
-        logits_error_bf16=error[1],
-    )
 
 
 COLUMNS = ("prompts", "tokens each", "p50 ms", "TTFT ms", "tokens/s", "TFLOP/s", "% of torch", "calls")

@@ -8,18 +8,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from experiments.device_weights import open_weights, pack
+from experiments.prefill_rates import MATRIX, matrix_tflop_s
 from mk.config import Config
 from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.kv import KINDS, PageAllocator, blocks_of, kv_layers
 from mk.model.geometry import Geometry
 from mk.model.packing import PackedWeights
-from mk.roofline import visible_pairs
-from mk.rows import Row
 from mk.runs import RunFolder
 from mk.step_params import KV_BLOCK
 from mk.validation import require_one_of
@@ -29,7 +27,6 @@ from prefill.triton_prefill import TritonPrefill
 
 DEVICE = torch.device("cuda")
 WARMUP = 3  # launches, the first of which compiles
-MATRIX = 8192  # rows, columns and k of torch's product
 PLAIN = (
     ProductTile(128, 256, 64, warps=8, stages=4),
     ProductTile(128, 256, 64, warps=8, stages=3),
@@ -59,12 +56,11 @@ ATTENTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A kernel to be timed, the tiles it can have, and its operations."""
+    """A kernel to be timed, and the tiles it can have."""
 
     kernel: str
     tiles: Sequence[ProductTile | AttentionTile | None]
     field: tuple[str, ...]  # of `Tiles` that the tile goes to
-    flop: float
     launch: Callable[[], None]
 
 
@@ -76,21 +72,21 @@ def main(cfg: Config) -> int:
         raise MkError("prefill_tiles needs a GPU, and torch sees none here")
     DeviceFacts.read().require(cfg.gpu)
     weights = pack(open_weights(cfg, DEVICE), DEVICE)
-    matrix = matrix_tflop_s(DEVICE)
-    print(f"torch's product of {MATRIX} cubed: {matrix:.0f} TFLOP/s\n{_line(*COLUMNS)}", flush=True)
+    matrix = matrix_ms(DEVICE)
+    print(f"torch's product of {MATRIX} cubed: {matrix_tflop_s(matrix):.0f} TFLOP/s\n{_line(*COLUMNS)}", flush=True)
     with RunFolder.create(cfg) as run:
-        for kernel, tile, times, flop in sweep(cfg, weights):
-            p10, p50, p90 = (float(np.percentile(times, p)) for p in (10, 50, 90))
-            rate = flop / (p50 * 1e9)
-            row = _row(cfg, run, kernel, tile, (p10, p50, p90), rate, matrix)
-            run.append_row(row)
-            print(_line(kernel, tile, f"{p50 * 1e3:.1f}", f"{rate:.0f}", f"{100 * rate / matrix:.1f}"), flush=True)
+        for kernel, tile, times in sweep(cfg, weights):
+            raw = {"kind": "kernel_launches", "launch_ms": times, "matrix_ms": matrix}
+            axes = {"batch": 1, "context": [cfg.experiment.tokens], "kernel": kernel, "tile": tile}
+            row = run.append_row(run.measured(raw, engine="cuda", dtype="bfloat16", **axes), raw)
+            us = (row.p50_ms or 0.0) * 1e3
+            print(_line(kernel, tile, f"{us:.1f}", f"{row.tflop_s:.0f}", f"{row.pct_matrix:.1f}"), flush=True)
         print(f"run folder: {run.path}")
     return 0
 
 
-def sweep(cfg: Config, weights: PackedWeights) -> Iterator[tuple[str, str, list[float], float]]:
-    """(kernel, tile, milliseconds of its launches, its operations), until the time is up."""
+def sweep(cfg: Config, weights: PackedWeights) -> Iterator[tuple[str, str, list[float]]]:
+    """(kernel, tile, milliseconds of its launches), until the time is up."""
     settings, g = cfg.experiment, weights.geometry
     tokens, blocks, started = settings.tokens, blocks_of(settings.tokens), time.perf_counter()
     shape = {kind: (blocks, max(1, len(kv_layers(g, kind))), g.kv_heads, 2, KV_BLOCK) for kind in KINDS}
@@ -117,7 +113,7 @@ def sweep(cfg: Config, weights: PackedWeights) -> Iterator[tuple[str, str, list[
             except Exception as error:  # a tile that does not fit says so, and the next one is tried
                 print(f"{case.kernel} {_name(tile)}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
                 continue
-            yield case.kernel, _name(tile), times, case.flop
+            yield case.kernel, _name(tile), times
         prefill.launch.tiles = HOPPER
 
 
@@ -136,33 +132,30 @@ def _cases(g: Geometry, tokens: int, prefill: TritonPrefill, tables: dict[str, t
     launch = prefill.launch
     sparse = g.sparse_layers[0]
 
-    def plain(kernel: str, n: int, k: int, launched: Callable[[], None]) -> Case:
-        return Case(kernel, PLAIN, ("large", "small"), 2.0 * tokens * n * k, launched)
+    def plain(kernel: str, launched: Callable[[], None]) -> Case:
+        return Case(kernel, PLAIN, ("large", "small"), launched)
 
-    def experts(kernel: str, n: int, k: int, launched: Callable[[], None]) -> Case:
-        return Case(kernel, EXPERTS, (kernel,), 2.0 * tokens * g.top_k * n * k, launched)
+    def experts(kernel: str, launched: Callable[[], None]) -> Case:
+        return Case(kernel, EXPERTS, (kernel,), launched)
 
     def attention(kind: str) -> Case:
         layer = next(i for i in reversed(range(g.layers)) if g.layer_kinds[i] == kind)
-        window = g.window_keys if kind == "sliding" else None
 
         def launched() -> None:
             tiles = rows_of[launch.tiles.attention.tokens]
             launch.attention(layer, prefill.rope, prefill.pools[kind], tables[kind], tiles)
 
-        return Case(
-            f"attention_{kind}", ATTENTIONS, ("attention",), 4.0 * g.q_width * visible_pairs(tokens, window), launched
-        )
+        return Case(f"attention_{kind}", ATTENTIONS, ("attention",), launched)
 
     pieces = [Piece(0, 0, 0, tokens, True)]
     rows_of = {n: torch.from_numpy(token_tiles(pieces, n)).to(DEVICE) for n in {tile.tokens for tile in ATTENTIONS}}
     return [
-        experts("up", 2 * g.expert_ffn, g.hidden, lambda: launch.up(sparse)),
-        experts("down", g.hidden, g.expert_ffn, lambda: launch.down(sparse)),
+        experts("up", lambda: launch.up(sparse)),
+        experts("down", lambda: launch.down(sparse)),
         attention("full"),
         attention("sliding"),
-        plain("qkv", g.qkv_rows, g.hidden, lambda: launch.qkv(sparse)),
-        plain("o", g.hidden, g.q_width, lambda: launch.o(sparse)),
+        plain("qkv", lambda: launch.qkv(sparse)),
+        plain("o", lambda: launch.o(sparse)),
     ]
 
 
@@ -179,31 +172,10 @@ def milliseconds(launch: Callable[[], object], repeats: int) -> list[float]:
     return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
-def matrix_tflop_s(device: torch.device, size: int = MATRIX) -> float:
-    """The rate of torch's bf16 product of two square matrices of noise."""
-    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
-    return 2.0 * size**3 / (float(np.median(milliseconds(lambda: a @ b, 20))) * 1e9)
-
-
-def _row(
-    cfg: Config, run: RunFolder, kernel: str, tile: str, ms: tuple[float, float, float], rate: float, matrix: float
-) -> Row:
-    return run.row(
-        engine="cuda",
-        dtype="bfloat16",
-        batch=1,
-        context=[cfg.experiment.tokens],
-        checks={},
-        prompt_tokens=cfg.experiment.tokens,
-        p10_ms=ms[0],
-        p50_ms=ms[1],
-        p90_ms=ms[2],
-        tflop_s=rate,
-        matrix_tflop_s=matrix,
-        pct_matrix=100 * rate / matrix,
-        kernel=kernel,
-        tile=tile,
-    )
+def matrix_ms(device: torch.device) -> list[float]:
+    """Device times of torch's bf16 product of two square matrices of noise."""
+    a, b = (torch.randn(MATRIX, MATRIX, device=device).bfloat16() for _ in range(2))
+    return milliseconds(lambda: a @ b, 20)
 
 
 COLUMNS = ("kernel", "tile", "p50 us", "TFLOP/s", "% of torch")

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from experiments.console import progress
 from mk.config import Config
@@ -16,6 +17,7 @@ from mk.model.greedy_oracle import TRANSFORMERS, Divergence, GreedyOracle
 from mk.model.opening import Model
 from mk.model.tensors import parameter_count
 from mk.routing import Trace
+from mk.rows import Row
 from mk.runs import RunFolder
 
 
@@ -40,9 +42,7 @@ class Decoded:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all rows together. Prefill gives each row its first token, which does not count."""
-        stepped = self.new_tokens - len(self.rows)
-        return stepped / self.decode_s if stepped else None
+        return token_rate([len(request.tokens) for _, request in self.rows], self.decode_s)
 
     @property
     def distinct_experts(self) -> float | None:
@@ -162,22 +162,21 @@ class Report:
         checks = {} if oracle is None else {f"equal_to_{oracle.name}": not differences}
         if program is not None:
             checks["schedule_verified"] = True  # one that is refused is never loaded
-        row = self.run.row(
+        tokens = [len(request.tokens) for _, request in decoded.rows]
+        raw = {"kind": "decoded", "new_tokens": tokens, "decode_s": decoded.decode_s}
+        row = self.run.measured(
+            raw,
             engine=decoded.engine.name,
             dtype=self.dtype,
             context=[0 if request is None else len(request.prompt) for request in decoded.requests],
             checks=checks,
             batch=len(decoded.requests),
             weights=self.model.weights_label,
-            new_tokens=max(len(request.tokens) for _, request in decoded.rows),
             prefill_s=decoded.prefill_s,
-            decode_s=decoded.decode_s,
-            tok_s=decoded.tokens_per_second,
-            schedule_hash=None if program is None else program.schedule_hash,
+            schedule_hash=decoded.engine.executed_hash(),
             distinct_experts=decoded.distinct_experts,
             equal_tokens=None if oracle is None else decoded.equal_tokens(differences),
         )
-        raw = {"new_tokens": [len(request.tokens) for _, request in decoded.rows], "decode_s": decoded.decode_s}
         self.run.append_row(row, raw)
         if decoded.distinct_experts is not None:
             Trace.record([out.expert_ids for out in decoded.outputs]).save(self.run.path / f"routing{suffix}.npz")
@@ -194,6 +193,18 @@ class Report:
                 )
             )
             draw_schedule(program, self.run.path / f"schedule{suffix}.png", title, decoded.distinct_experts)
+
+
+def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `Row` from the new tokens of each row and the seconds that all together took."""
+    tokens, seconds = raw["new_tokens"], raw["decode_s"]
+    return {"new_tokens": max(tokens), "decode_s": seconds, "tok_s": token_rate(tokens, seconds)}
+
+
+def token_rate(new_tokens: Sequence[int], seconds: float) -> float | None:
+    """Of all rows together. Prefill gives each row its first token, which does not count."""
+    stepped = sum(new_tokens) - len(new_tokens)
+    return stepped / seconds if stepped else None
 
 
 def indent(text: str) -> str:

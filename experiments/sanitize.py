@@ -14,6 +14,7 @@ checker that does not follow one of these reports the first access behind it as 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
@@ -22,10 +23,12 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from experiments.sanitized_step import library
 from mk.config import Config
 from mk.errors import MkError
+from mk.rows import Row
 from mk.runs import ROOT, RunFolder
 
 PLANTED = "MK_PLANTED_RACE"
@@ -65,11 +68,16 @@ def main(cfg: Config) -> int:
             (run.path / f"{name.replace(' ', '-')}.txt").write_text(output)
             found[name] = parse(tool, output)
             print("\n".join(report(name, found[name])), flush=True)
-        checks = verdicts(found["memcheck"], found["racecheck"], found["planted race"])
-        print(", ".join(name if passed else f"{name} FAILED" for name, passed in checks.items()))
-        run.append_row(run.row(engine="cuda", dtype="bfloat16", context=[], checks=checks))
+        raw = {"kind": "findings", **{name: dataclasses.asdict(of) for name, of in found.items()}}
+        row = run.append_row(run.measured(raw, engine="cuda", dtype="bfloat16", context=[]), raw)
+        print(", ".join(name if passed else f"{name} FAILED" for name, passed in row.checks.items()))
         print(f"run folder: {run.path}")
-    return 0 if all(checks.values()) else 1
+    return 0 if all(row.checks.values()) else 1
+
+
+def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
+    """The row's verdicts, from what the tools said."""
+    return {"checks": verdicts(*(Finding(**raw[name]) for name in ("memcheck", "racecheck", "planted race")))}
 
 
 def find_sanitizer() -> Path:

@@ -9,11 +9,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from experiments import decode_throughput
+from experiments.schedule_figures import agreement
 from mk.config import Config
 from mk.errors import MkError
+from mk.recompute import figures
 from mk.rows import Row
 from mk.runs import RunFolder
-from mk.step_figures import half_interval
+
+OF_ONE_ROUND = ("p10_ms", "p90_ms", "wall_ms", "steps", "tokens_per_s", "pct_nominal", "fixed_us_per_layer")
 
 
 def compare(
@@ -36,7 +39,8 @@ def compare(
                 rounds.pop()
                 return _report(run, rounds, alive, simulated, batch)
             try:
-                rounds[-1][label] = decode_throughput.run(decode_throughput.job_of(config, batches=[batch]))[0]
+                job = run.under(decode_throughput.job_of(config, batches=[batch])).config
+                rounds[-1][label] = decode_throughput.run(job)[0]
             except MkError as error:
                 if label == "configured":
                     raise
@@ -56,38 +60,27 @@ def _report(
         return
     labels = list(alive)
     times = np.array([[of[label].p50_ms for label in labels] for of in rounds], np.float64)
-    mean, model = times.mean(axis=0), np.array([simulated[label] for label in labels])
-    correlation, error = spearman(model, mean), float(np.mean(np.abs(model / mean - 1)))
+    mean, model = times.mean(axis=0).tolist(), [simulated[label] for label in labels]
+    found = agreement(model, mean)
     print(
-        f"\nbatch {batch}, {len(rounds)} rounds on the card: rank correlation {correlation:.2f}, mean error {error:.1%}"
+        f"\nbatch {batch}, {len(rounds)} rounds on the card: rank correlation {found['rank_correlation']:.2f}, "
+        f"mean error {found['mean_error']:.1%}"
     )
     base = times[:, labels.index("configured")]
     for column, label in enumerate(labels):
-        beyond, half = paired(times[:, column], base)
-        print(f"{label:14}{mean[column]:10.4f} ms{beyond:+10.4f} ± {half:.4f}   simulated {model[column]:.4f}")
-        last = rounds[-1][label]
-        row = dataclasses.replace(
-            last,
-            experiment=run.config.experiment.name,
-            p50_ms=float(mean[column]),
-            simulated_ms=float(model[column]),
-            paired_ms=beyond,
-            paired_ci95_ms=half,
-            rank_correlation=correlation,
-            mean_error=error,
+        raw = {
+            "kind": "rounds",
+            "round_ms": times[:, column].tolist(),
+            "configured_ms": base.tolist(),
+            "means_ms": mean,
+            "simulated_ms": model,
+            "index": column,
+        }
+        last = dataclasses.replace(
+            rounds[-1][label], experiment=run.config.experiment.name, arm=label, **dict.fromkeys(OF_ONE_ROUND)
         )
-        run.append_row(row, {"round_ms": times[:, column].tolist(), "configured_ms": base.tolist()})
-
-
-def paired(times: np.ndarray, base: np.ndarray) -> tuple[float, float]:
-    """(mean of the differences, half of its 95 % interval); of one round the interval is 0: nothing is known of it."""
-    differences = times - base
-    return float(differences.mean()), half_interval(differences) if len(differences) > 1 else 0.0
-
-
-def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Rank correlation; 1 where there is but one pair."""
-    if len(a) < 2:
-        return 1.0
-    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+        row = run.append_row(dataclasses.replace(last, **figures(last, raw)), raw)
+        print(
+            f"{label:14}{row.p50_ms:10.4f} ms{row.paired_ms:+10.4f} ± {row.paired_ci95_ms:.4f}   "
+            f"simulated {row.simulated_ms:.4f}"
+        )

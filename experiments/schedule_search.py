@@ -11,6 +11,7 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,7 +23,6 @@ from mk.errors import MkError
 from mk.graph import LAYER_WAVES
 from mk.model.geometry import PRESETS, Geometry
 from mk.programs import Plan, bucket_for
-from mk.roofline import step_bytes
 from mk.rows import Row
 from mk.runs import RunFolder
 from mk.schedule.bounds import bounds
@@ -31,6 +31,7 @@ from mk.schedule.simulate import costs_of, estimate, ring_of
 from mk.schedule.simulator.expand import Sample
 from mk.schedule.simulator.work import Ring
 from mk.schedule.stored import StoredSchedule
+from mk.step_figures import raw_steps
 from mk.verify import verify
 
 
@@ -65,14 +66,10 @@ def main(cfg: Config) -> int:
             bucket = bucket_for(settings.context + settings.steps)
             judge = Judge(geometry, sample, bucket, cfg.gpu.sms, costs, cfg.engine.ring.slots)
             steps = ladder(cfg, run, judge)
-            rows = [_row(step, run, judge) for step in steps]
-            for row in rows:
-                run.append_row(row)
+            rows = [_append(step, run, judge) for step in steps]
             found += rows
             print(f"\nbatch {batch}, simulated\n{ladder_table(rows)}", flush=True)
-            routed, regrets = robustness(steps, judge)
-            for row in regrets:
-                run.append_row(run.row(**row))
+            routed = robustness(steps, run, judge)
             if routed:
                 print(f"\nmilliseconds by routing, and regret\n{regret_table(routed)}", flush=True)
             if settings.rounds and torch.cuda.is_available():
@@ -118,40 +115,40 @@ def ladder(cfg: Config, run: RunFolder, judge: Judge) -> list[Step]:
     return steps
 
 
-def _row(step: Step, run: RunFolder, judge: Judge) -> Row:
-    """The step's simulated row, with its bounds."""
-    cfg, sample = step.config, judge.sample
-    arguments = (step.plan, judge.geometry, sample, judge.bucket, judge.costs, step.ring)
+def _append(step: Step, run: RunFolder, judge: Judge) -> Row:
+    """Writes the step's simulated row, with its bounds."""
+    cfg = step.config
+    arguments = (step.plan, judge.geometry, judge.sample, judge.bucket, judge.costs, step.ring)
     assert cfg.gpu.measured_tb_s is not None  # a card with costs was measured
     least = bounds(*arguments, cfg.gpu.measured_tb_s)
-    experts = sum(sample.experts.values()) / max(1, len(sample.experts))
-    return run.row(
-        **_axes(step, sample),
-        routing=cfg.routing.name,
-        checks={"schedule_verified": True},
-        p50_ms=estimate(*arguments) / 1e3,
-        dependencies_ms=least.dependencies / 1e3,
-        zero_wait_ms=least.zero_wait / 1e3,
-        busiest_ms=least.busiest / 1e3,
-        bytes_ms=least.bytes / 1e3,
-        distinct_experts=experts,
-        bytes_per_step=step_bytes(judge.geometry, sample.keys, experts).total,
-        schedule_hash=step.plan.lower(judge.geometry, len(sample.keys), judge.bucket).schedule_hash,
-    )
+    raw = {
+        **_raw(estimate(*arguments) / 1e3, judge.sample),
+        "bounds_ms": {
+            "dependencies_ms": least.dependencies / 1e3,
+            "zero_wait_ms": least.zero_wait / 1e3,
+            "busiest_ms": least.busiest / 1e3,
+            "bytes_ms": least.bytes / 1e3,
+        },
+    }
+    program = step.plan.lower(judge.geometry, len(judge.sample.keys), judge.bucket)
+    own = run.under(cfg)
+    return own.append_row(own.measured(raw, **_axes(step, judge), schedule_hash=program.schedule_hash), raw)
 
 
-def _axes(step: Step, sample: Sample) -> dict[str, object]:
-    """What a simulated row says of its step."""
-    greedy = step.label == "greedy"
+def _raw(ms: float, sample: Sample) -> dict[str, Any]:
+    return {**raw_steps([ms], list(sample.experts.values())), "kind": "simulated_schedule"}
+
+
+def _axes(step: Step, judge: Judge) -> dict[str, Any]:
+    """What a simulated row says of its step, beside what the step's configuration says."""
+    keys = list(judge.sample.keys)
     return {
         "engine": "simulator",
         "dtype": "bfloat16",
         "clock": "simulated",
-        "batch": len(sample.keys),
-        "context": list(sample.keys),
-        "schedule": step.label if step.label in ("greedy", "search") else step.config.schedule.name,
-        "wave_order": "greedy" if greedy else " ".join(step.config.wave_order.waves),
-        "placement": "greedy" if greedy else step.config.placement.name,
+        "arm": step.label,
+        "batch": len(keys),
+        "context": keys,
     }
 
 
@@ -166,16 +163,15 @@ def routings(geometry: Geometry, rows: int, seed: int) -> dict[str, RoutingConfi
     }
 
 
-def robustness(steps: list[Step], judge: Judge) -> tuple[Mapping[str, dict[str, float]], list[dict[str, object]]]:
-    """Simulated milliseconds by routing and schedule, and the rows of it with each schedule's regret.
+def robustness(steps: list[Step], run: RunFolder, judge: Judge) -> Mapping[str, dict[str, float]]:
+    """Simulated milliseconds by routing and schedule; writes a row of each, with its regret.
 
     One sequence has the same number of experts whatever routes it: nothing then.
     """
     rows = len(judge.sample.keys)
     if rows == 1 or not judge.geometry.sparse_layers:
-        return {}, []
+        return {}
     table: dict[str, dict[str, float]] = {}
-    out: list[dict[str, object]] = []
     for name, routing in routings(judge.geometry, rows, seed=1).items():
         sample = Sample.draw(judge.geometry, routing, judge.sample.keys)
         times = {
@@ -183,9 +179,10 @@ def robustness(steps: list[Step], judge: Judge) -> tuple[Mapping[str, dict[str, 
             for step in steps
         }
         table[name] = times
+        raws = {label: _raw(ms, sample) for label, ms in times.items()}
+        rivals = [ms for raw in raws.values() for ms in raw["step_ms"]]
         for step in steps:
-            regret = times[step.label] / min(times.values()) - 1
-            checks = {"schedule_verified": True}
-            out.append({**_axes(step, sample), "routing": name, "checks": checks, "p50_ms": times[step.label]})
-            out[-1] |= {"regret": regret, "distinct_experts": sum(sample.experts.values()) / len(sample.experts)}
-    return table, out
+            raw = {**raws[step.label], "rivals_ms": rivals}
+            own = run.under(step.config)
+            own.append_row(own.measured(raw, **_axes(step, judge), routing=name), raw)
+    return table

@@ -82,40 +82,41 @@ def main(cfg: Config) -> int:
         prompts = sample_prompts(model.tokenizer, [settings.context] * max(most, settings.conversations))
         with RunFolder.create(cfg) as run:
 
-            def note(batch: int, checks: dict[str, bool], **more: Any) -> Row:
+            def note(batch: int, raw: dict[str, Any], **more: Any) -> Row:
                 kernel = core.engine.name == "cuda" or cfg.engine.numerics == "kernel"
                 dtype = "bfloat16" if kernel else "float32"
                 context = [settings.context] * batch
-                row = run.row(engine=core.engine.name, dtype=dtype, batch=batch, context=context, checks=checks, **more)
-                run.append_row(row)
-                return row
+                row = run.measured(raw, engine=core.engine.name, dtype=dtype, batch=batch, context=context, **more)
+                return run.append_row(row, raw)
 
-            shift = cached_answers(core, plain, prompts[: settings.conversations], settings.answer)
-            checks = {"generated_blocks_hit": shift.pop("hits") == settings.conversations}
-            row = note(1, checks, **shift)
+            cached = note(1, cached_answers(core, plain, prompts[: settings.conversations], settings.answer))
             print(
-                f"{row.positions} of {settings.conversations * settings.answer} tokens are the same over hits on "
-                "generated blocks and cold; "
-                f"their logprobs differ by {row.logprob_shift:.1e} on average, {row.logprob_shift_most:.1e} at most\n"
+                f"{cached.positions} of {settings.conversations * settings.answer} tokens are the same over hits on "
+                "generated blocks and cold"
             )
+            if cached.positions:
+                print(
+                    f"their logprobs differ by {cached.logprob_shift:.1e} on average, {cached.logprob_shift_most:.1e} "
+                    "at most\n"
+                )
+            rows = [cached]
             print(f"{'option':>36} {'batch':>5} {'ms a step':>10} {'us a choice':>12}")
             for name, params in OPTIONS.items():
                 chosen = choice_us(params)
                 for batch in settings.batches:
-                    wall = step_ms(plain, prompts[:batch], params, settings.steps, settings.rounds)
-                    timed = {"sampling": name, "steps": settings.steps, "wall_ms": wall, "choice_us": chosen}
-                    note(batch, {"all_tokens_came": True}, **timed)
-                    shown = "engine's" if chosen is None else f"{chosen:.0f}"
-                    print(f"{name:>36} {batch:>5} {wall:>10.2f} {shown:>12}", flush=True)
+                    raw = steps_of(plain, prompts[:batch], params, settings.steps, settings.rounds)
+                    rows.append(row := note(batch, {**raw, "choice_us": chosen}, sampling=name))
+                    shown = "engine's" if row.choice_us is None else f"{row.choice_us:.0f}"
+                    print(f"{name:>36} {batch:>5} {row.wall_ms:>10.2f} {shown:>12}", flush=True)
         print(f"run folder: {run.path}")
-    return 0 if checks["generated_blocks_hit"] else 1
+    return 0 if all(all(row.checks.values()) for row in rows) else 1
 
 
 # ---- blocks of answers ----
 
 
 def cached_answers(core: Core, plain: Core, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, Any]:
-    """Second turns over hits on the first answer's blocks, against the same prompts cold; figures of the row.
+    """Second turns over hits on the first answer's blocks, against the same prompts cold; the row's raw data.
 
     Both turns of a conversation have `tokens` tokens, the likeliest. Logprobs are compared while both say the same.
     Raises MkError for a core that does not cache answers.
@@ -143,11 +144,11 @@ def cached_answers(core: Core, plain: Core, prompts: Sequence[Sequence[int]], to
             shifts.append(abs(mine.logprobs.logprob - theirs.logprobs.logprob))
     least = [(len(prompt) + tokens - 1) // PAGE * PAGE for prompt in prompts]
     return {
+        "kind": "cached_answers",
         "hits": sum(asked.request.cached >= blocks for asked, blocks in zip(warm, least, strict=True)),
-        "new_tokens": tokens,
-        "positions": len(shifts),
-        "logprob_shift": float(np.mean(shifts)),
-        "logprob_shift_most": max(shifts),
+        "conversations": len(prompts),
+        "answer": tokens,
+        "shifts": shifts,
     }
 
 
@@ -161,9 +162,11 @@ def complete(core: Core, asked: Sequence[Asked]) -> None:
 # ---- options ----
 
 
-def step_ms(core: Core, prompts: Sequence[Sequence[int]], params: dict[str, Any], steps: int, rounds: int) -> float:
-    """Milliseconds of a decode step of all prompts together, by the host's clock: of the fastest round."""
-    best = float("inf")
+def steps_of(
+    core: Core, prompts: Sequence[Sequence[int]], params: dict[str, Any], steps: int, rounds: int
+) -> dict[str, Any]:
+    """Rounds of decode steps of all prompts together, by the host's clock: raw data of a row."""
+    raw: dict[str, Any] = {"kind": "options", "asked": steps + 1, "round_s": [], "round_steps": [], "came": []}
     for _ in range(rounds):
         asked = [Asked(f"row {row}", prompt, steps + 1, **params) for row, prompt in enumerate(prompts)]
         for one in asked:
@@ -174,12 +177,14 @@ def step_ms(core: Core, prompts: Sequence[Sequence[int]], params: dict[str, Any]
         started = time.perf_counter()
         while core.busy:
             core.tick()
-        best = min(best, (time.perf_counter() - started) / (core.totals.steps.total() - before))
-    return best * 1e3
+        raw["round_s"].append(time.perf_counter() - started)
+        raw["round_steps"].append(core.totals.steps.total() - before)
+        raw["came"].append([len(one.sampled) for one in asked])
+    return raw
 
 
-def choice_us(params: dict[str, Any]) -> float | None:
-    """Microseconds of a choice on the host from logits of the full model's size, median; None: the engine chooses."""
+def choice_us(params: dict[str, Any]) -> list[float] | None:
+    """Microseconds of choices on the host from logits of the full model's size; None: the engine chooses."""
     request = Asked("choice", range(1000), 1000, **params).request
     if not needs_logits(request, frozenset()):
         return None
@@ -190,5 +195,5 @@ def choice_us(params: dict[str, Any]) -> float | None:
         request.tokens.append(pick(row, request, frozenset()))
         if request.params.logprobs is not None:
             logprobs_of(row, request.tokens[-1], request.params.logprobs)
-        times.append(time.perf_counter() - started)
-    return float(np.median(times)) * 1e6
+        times.append((time.perf_counter() - started) * 1e6)
+    return times

@@ -277,3 +277,9 @@ class Parity:
         if 0 in self.contexts:
             raise MkError(f"experiment.contexts={self.contexts}: every row has at least 1 key")
         require_at_least("experiment.steps", self.steps, 1)
+
+
+@dataclass(slots=True)
+class Rerun:
+    name: str
+    run: str  # name of a folder in run_dir or results/<card>/, or its path

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
-from experiments.schedule_paired import spearman
 from mk.compose import vary
 from mk.config import Config
 from mk.errors import MkError
@@ -36,27 +33,19 @@ def main(cfg: Config) -> int:
     with RunFolder.create(cfg) as run:
         for batch in sorted({row.batch for row in measured}):
             rows = [row for row in measured if row.batch == batch]
-            took = np.array([row.p50_ms for row in rows])
-            simulated = np.array([simulate_row(cfg, geometry, row) for row in rows])
-            correlation, error = spearman(simulated, took), float(np.mean(np.abs(simulated / took - 1)))
-            print(f"\nbatch {batch}, {len(rows)} schedules: rank correlation {correlation:.2f}, mean error {error:.1%}")
+            simulated = [simulate_row(cfg, geometry, row) for row in rows]
+            raw = {"kind": "simulated_ranks", "p50_ms": [row.p50_ms for row in rows], "simulated_ms": simulated}
+            found = run.measured(
+                raw, engine="simulator", dtype="bfloat16", clock="simulated", batch=batch, context=rows[0].context
+            )
+            run.append_row(found, raw)
+            print(
+                f"\nbatch {batch}, {found.schedules} schedules: rank correlation {found.rank_correlation:.2f}, "
+                f"mean error {found.mean_error:.1%}"
+            )
             for row, ms in sorted(zip(rows, simulated, strict=True), key=lambda pair: pair[0].p50_ms or 0.0):
                 name = f"{row.schedule} {row.wave_order} {row.placement}"
                 print(f"{name:48}{row.p50_ms:9.4f} ms   simulated {ms:9.4f}  {ms / row.p50_ms - 1:+7.1%}")
-            run.append_row(
-                run.row(
-                    engine="simulator",
-                    dtype="bfloat16",
-                    clock="simulated",
-                    batch=batch,
-                    context=rows[0].context,
-                    checks={},
-                    schedules=len(rows),
-                    rank_correlation=correlation,
-                    mean_error=error,
-                ),
-                {"p50_ms": took.tolist(), "simulated_ms": simulated.tolist()},
-            )
         print(f"\nrun folder: {run.path}")
     return 0
 

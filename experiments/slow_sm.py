@@ -84,7 +84,7 @@ def main(cfg: Config) -> int:
                 checks={"schedule_verified": True, **checks},
                 schedule=one.schedule,
                 build_hash=library.build_hash,
-                schedule_hash=programs[one.schedule].schedule_hash,
+                schedule_hash=one.timing.schedule_hash,
                 slow_ns_per_tile=one.slow_ns,
                 slow_sm_tiles=one.tiles,
                 mean_sm_tiles=one.mean_tiles,

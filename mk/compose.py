@@ -12,8 +12,9 @@ import importlib
 import importlib.util
 import itertools
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -40,13 +41,11 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
 
     Raises MkError naming the override at fault: an unknown group, option or key, a wrong type, a value that is missing.
     """
+    overrides = [_in_full(override) for override in overrides]
     _check_choices(overrides)
     try:
         tree = _compose(overrides)
-        name = OmegaConf.select(tree, "experiment.name", throw_on_missing=True)
-        tree.experiment = OmegaConf.merge(
-            {"experiment": OmegaConf.structured(_settings(name))}, {"experiment": tree.experiment}
-        ).experiment
+        _type_experiment(tree)
         missing = sorted(OmegaConf.missing_keys(tree))
         if missing:
             raise MkError(f"{missing[0]} has no value", hint=f"add {missing[0]}=...")
@@ -57,6 +56,32 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
     if config.schedule.path is not None:
         config = StoredSchedule.load(Path(config.schedule.path)).apply(config)
     return config
+
+
+def stored_config(values: Mapping[str, Any]) -> Config:
+    """A configuration from its resolved values, as a run folder keeps them. Raises MkError for one of other schemas."""
+    try:
+        tree = OmegaConf.merge(OmegaConf.structured(Config), values)
+        assert isinstance(tree, DictConfig)
+        _type_experiment(tree)
+        config = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        raise _explain(error, []) from error
+    assert isinstance(config, Config)
+    return config
+
+
+def _type_experiment(tree: DictConfig) -> None:
+    """Give the experiment's part of a configuration its schema."""
+    name = OmegaConf.select(tree, "experiment.name", throw_on_missing=True)
+    tree.experiment = OmegaConf.merge(
+        {"experiment": OmegaConf.structured(_settings(name))}, {"experiment": tree.experiment}
+    ).experiment
+
+
+def _in_full(override: str) -> str:
+    """`run=ID` is short for `experiment.run=ID`."""
+    return f"experiment.{override}" if override.startswith("run=") else override
 
 
 def vary(config: Config, overrides: Sequence[str]) -> Config:

@@ -107,6 +107,9 @@ class CudaEngine:
             self.runtime.stream.wait_stream(torch.cuda.current_stream())  # which clears its buffers
         self._sampled = [0] * rows
 
+    def executed_hash(self) -> str | None:
+        return None if self.program is None else self.runtime.executed_hash()
+
     def prefill(self, row: int, tokens: Sequence[int], start: int = 0, every: bool = False) -> npt.NDArray[np.float32]:
         with torch.cuda.stream(self.runtime.stream):  # in turn with steps, which read the same pages
             return self._prefill.run(self.pages, row, tokens, start, every)

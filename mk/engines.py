@@ -50,6 +50,10 @@ class Engine(Protocol):
     context: int
     program: Program | None
 
+    def executed_hash(self) -> str | None:
+        """Of the schedule that the last step executed, read back from the machine; None without one."""
+        ...
+
     def prefill(self, row: int, tokens: Sequence[int], start: int = 0, every: bool = False) -> Logits:
         """Take in tokens at positions start.. of a slot that holds the `start` tokens before them.
 
@@ -149,6 +153,9 @@ class MachineEngine:
         else:
             self._prefill = TorchPrefill(weights, self.kv, numerics, chunk)
 
+    def executed_hash(self) -> str | None:
+        return None if self.program is None else self.machine.executed_hash()
+
     def prefill(self, row: int, tokens: Sequence[int], start: int = 0, every: bool = False) -> Logits:
         return self._prefill.run(self.pages, row, tokens, start, every)
 
@@ -213,6 +220,9 @@ class ReferenceEngine:
         self._caches = [ReferenceCache() for _ in range(rows)]
         self._sampled: list[int] = []
         self._steps = 0
+
+    def executed_hash(self) -> None:
+        return None
 
     def prefill(self, row: int, tokens: Sequence[int], start: int = 0, every: bool = False) -> Logits:
         if not tokens:

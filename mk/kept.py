@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,50 +76,68 @@ def config_problems(row: Row, configs: Mapping[str, dict[str, Any]]) -> Iterator
         return
     try:
         may = _axes(row, config)
-        context = _contexts(row, config)
     except (KeyError, TypeError, AttributeError) as error:
         yield f"its configuration {row.config_hash[:16]} lacks {error}"
         return
     for axis, allowed in may.items():
         if getattr(row, axis) not in allowed:
             yield f"{axis} is {getattr(row, axis)}, its configuration has {' or '.join(map(str, allowed))}"
-    if context is not None and row.context not in context:
-        yield f"context is {row.context}, its configuration has {' or '.join(map(str, context))}"
 
 
-def _axes(row: Row, config: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """What each axis of a row may be. An experiment that sets one itself is named here."""
+Axes = dict[str, list[Any]]
+"""What a field of a row may be."""
+
+ROUTINGS = ("uniform", "correlated", "all_same", "all_different")  # that a searched schedule is simulated with
+SET_BY_EXPERIMENT: dict[str, Callable[[Row, Mapping[str, Any], Mapping[str, Any]], Axes]] = {
+    # experiment -> fields that it sets itself, by its row, its own settings and the whole configuration
+    "slow_sm": lambda row, own, config: {"schedule": ["static", "work_stealing"]},
+    "prefill_throughput": lambda row, own, config: {
+        "batch": [1] * bool(own["lengths"]) + [own["packed_rows"]] * bool(own["packed"]),
+        "context": [[n] for n in own["lengths"]] + [[n] * own["packed_rows"] for n in own["packed"]],
+    },
+    "prefill_tiles": lambda row, own, config: {"batch": [1], "context": [[own["tokens"]]]},
+    "prefill_correctness": lambda row, own, config: {
+        "routing": ["replay"],
+        "batch": [1],
+        "context": [[n] for n in own["lengths"]],
+    },
+    "kernel_correctness": lambda row, own, config: {
+        "routing": ["replay"],
+        "batch": [len(contexts) for contexts in own["batches"]],
+        "context": own["batches"],
+    },
+    "parity": lambda row, own, config: {"batch": [len(own["contexts"])], "context": [[n] for n in own["contexts"]]},
+    "partial_step": lambda row, own, config: {"batch": [len(own["contexts"])], "context": [own["contexts"]]},
+    "serving_costs": lambda row, own, config: {"batch": [1, *own["batches"]]},  # 1: of conversations
+    "schedule_search": lambda row, own, config: {"routing": [config["routing"]["name"], *ROUTINGS]},
+    "simulator_accuracy": lambda row, own, config: {"batch": [row.batch]},  # of the rows that it reads
+    "accuracy": lambda row, own, config: {  # which is given texts, and no more rows than those
+        "batch": list(range(1, config["batch"]["size"] + 1)),
+        "context": [row.context],
+    },
+    "quickstart": lambda row, own, config: {
+        "batch": [config["batch"]["size"]] + [len(own["ragged"])] * bool(own["ragged"]),
+        "context": [row.context]  # of texts
+        if config["batch"]["contexts"] is None and row.batch == config["batch"]["size"]
+        else [contexts for contexts in (config["batch"]["contexts"], own["ragged"]) if contexts is not None],
+    },
+}
+
+
+def _axes(row: Row, config: Mapping[str, Any]) -> Axes:
+    """What the row's configuration allows; a field without an entry may be anything."""
     experiment, model = config["experiment"], config["model"]
     path = model["path"]
-    may = {name: [config[name]["name"]] for name in ("gpu", "routing", "schedule", "wave_order", "placement")}
+    may: Axes = {name: [config[name]["name"]] for name in ("gpu", "routing", "schedule", "wave_order", "placement")}
     may["model"] = [model["name"]] if path is None else [path, Path(path).name]
     if row.engine == "vllm":
         may |= {name: ["vllm"] for name in ("schedule", "wave_order", "placement")}
-    elif experiment["name"] == "slow_sm":
-        may["schedule"] = ["static", "work_stealing"]
-    if experiment["name"] == "prefill_throughput":
-        may["batch"] = [1] * bool(experiment["lengths"]) + [experiment["packed_rows"]] * bool(experiment["packed"])
-    elif experiment["name"] == "quickstart":
-        may["batch"] = [config["batch"]["size"]] + [len(experiment["ragged"])] * bool(experiment["ragged"])
-    else:
-        may["batch"] = experiment.get("batches") or [experiment.get("batch", config["batch"]["size"])]
-    return may
-
-
-def _contexts(row: Row, config: Mapping[str, Any]) -> list[list[int]] | None:
-    """What a row's contexts may be; None where a text decides."""
-    experiment = config["experiment"]
-    if experiment["name"] == "prefill_throughput":
-        alone = [[length] for length in experiment["lengths"]]
-        return alone + [[length] * experiment["packed_rows"] for length in experiment["packed"]]
-    if experiment["name"] == "quickstart":
-        first = config["batch"]["contexts"]
-        if first is None and row.batch == config["batch"]["size"]:
-            return None
-        return [contexts for contexts in (first, experiment["ragged"]) if contexts is not None]
+    may["batch"] = experiment.get("batches") or [experiment.get("batch", config["batch"]["size"])]
     if isinstance(experiment.get("context"), int):
-        return [[experiment["context"]] * row.batch]
-    return None
+        may["context"] = [[experiment["context"]] * row.batch]
+    if experiment["name"] in SET_BY_EXPERIMENT:
+        may |= SET_BY_EXPERIMENT[experiment["name"]](row, experiment, config)
+    return may
 
 
 def _read(path: Path) -> tuple[str, dict[str, Any]]:

@@ -1,13 +1,16 @@
-"""A row's figures from its raw data again, by the kinds of raw data that there are."""
+"""A row's figures from its raw data: by one function a kind of raw data, for the run and for whoever verifies it.
+
+A kind's function lies beside the arithmetic of its experiment. It takes the row, of which only the axes may be read,
+and the raw data as JSON gives it, and returns fields of `Row`. `checks` among them are all of the row's verdicts.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
-
-import numpy as np
 
 from mk.compose import load_config
 from mk.config import GpuConfig
@@ -17,6 +20,39 @@ from mk.model.opening import NANO
 from mk.rows import Row
 from mk.step_figures import MEASURED_ONLY, block_ratio, median_ratio, step_figures
 
+Figures = Callable[[Row, dict[str, Any]], dict[str, Any]]
+KINDS = {  # raw["kind"]: where its function is
+    "steps": "mk.recompute:steps",  # of a decode: mk/step_figures.py
+    "decoded": "experiments.quickstart_report:figures",  # a batch to its end
+    "rounds": "experiments.schedule_figures:rounds",  # schedules that ran in turn
+    "simulated_schedule": "experiments.schedule_figures:simulated",
+    "simulated_ranks": "experiments.schedule_figures:ranks",
+    "prefill_calls": "experiments.prefill_rates:calls",
+    "kernel_launches": "experiments.prefill_rates:launches",
+    "prefill_layers": "experiments.prefill_figures:figures",  # distances from float32 of a prompt
+    "kernel_layer": "experiments.kernel_figures:figures",  # the same of one layer of a decode step
+    "waves": "experiments.partial_step:figures",
+    "logits": "experiments.parity_checks:figures",
+    "findings": "experiments.sanitize:figures",
+    "cached_answers": "experiments.serving_figures:cached_answers",
+    "options": "experiments.serving_figures:options",
+    "answers": "evals.report:figures",
+}
+
+
+def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `Row`. Raises MkError for raw data of no known kind, and whatever broken raw data raises."""
+    return function_of(raw.get("kind"))(row, raw)
+
+
+def function_of(kind: Any) -> Figures:
+    """Raises MkError for one that is not in `KINDS`."""
+    if kind not in KINDS:
+        raise MkError(f"raw data of kind {kind!r}", hint=f"mk/recompute.py knows {', '.join(KINDS)}")
+    module, name = KINDS[kind].split(":")
+    found: Figures = getattr(importlib.import_module(module), name)
+    return found
+
 
 def different(row: Row, raw: dict[str, Any]) -> Iterator[str]:
     """A line for each figure of the row that its raw data does not give."""
@@ -25,49 +61,36 @@ def different(row: Row, raw: dict[str, Any]) -> Iterator[str]:
     except (MkError, LookupError, TypeError, ValueError, ArithmeticError, AssertionError) as error:
         yield f"its figures cannot be computed: {error}"
         return
-    if not again:
-        yield f"its raw data ({', '.join(raw)}) gives no figure"
     for name, value in again.items():
         stands = getattr(row, name)
-        if stands is None or value is None or not math.isclose(stands, value, rel_tol=1e-9, abs_tol=1e-12):
+        if not _same(stands, value):
             yield f"{name} is {stands}, its raw data gives {value}"
 
 
-def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
-    """Fields of `Row`, by what the raw data holds.
+def _same(stands: Any, value: Any) -> bool:
+    """To the last digits of a sum that another machine adds up."""
+    if isinstance(stands, float) or isinstance(value, float):
+        return stands is not None and value is not None and math.isclose(stands, value, rel_tol=1e-9, abs_tol=1e-12)
+    return bool(stands == value)
 
-    step_ms: of a decode, with its experts by layer, and with the kernel's steps that a baseline is compared to;
-    call_ms: of a prefill; round_ms: p50 of a schedule round by round; new_tokens: of a batch decoded to its end.
-    """
-    if "step_ms" in raw:
-        found = step_figures(geometry_of(row.model), card(row.gpu), row.context, raw)
-        if row.clock == "simulated":
-            found = {name: value for name, value in found.items() if name not in MEASURED_ONLY}
-            if "base_block_ms" in raw:
-                found["ratio"] = block_ratio(raw["block_ms"], raw["base_block_ms"]).ratio
-            return found
-        if "tpot_ms" in raw:
-            found["tpot_ms"] = raw["tpot_ms"]
+
+def steps(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
+    """Of a decode's single steps, alone or beside those of another row."""
+    found = step_figures(geometry_of(row.model), card(row.gpu), row.context, raw)
+    if row.clock == "simulated":
+        found = {name: value for name, value in found.items() if name not in MEASURED_ONLY}
         if "base_block_ms" in raw:
-            of = block_ratio(raw["block_ms"], raw["base_block_ms"])
-            found |= {"ratio": of.ratio, "ratio_low": of.low, "ratio_high": of.high}
-        if "kernel_step_ms" in raw:
-            of = median_ratio(raw["step_ms"], raw["kernel_step_ms"])
-            found |= {"ratio": of.ratio, "ratio_low": of.low, "ratio_high": of.high}
+            found["ratio"] = block_ratio(raw["block_ms"], raw["base_block_ms"]).ratio
         return found
-    if "call_ms" in raw:
-        p10, p50, p90 = (float(np.percentile(raw["call_ms"], p)) for p in (10, 50, 90))
-        rate = (row.prompt_tokens or 0) / p50 * 1e3
-        found = {"p10_ms": p10, "p50_ms": p50, "p90_ms": p90, "steps": len(raw["call_ms"]), "prefill_tok_s": rate}
-        return found | {"ttft_ms": float(np.median(raw["host_ms"]))}
-    if "round_ms" in raw:
-        times, base = np.array(raw["round_ms"]), np.array(raw["configured_ms"])
-        return {"p50_ms": float(times.mean()), "paired_ms": float((times - base).mean())}
-    if "new_tokens" in raw:
-        tokens, stepped = raw["new_tokens"], sum(raw["new_tokens"]) - len(raw["new_tokens"])
-        found = {"new_tokens": max(tokens), "decode_s": raw["decode_s"]}
-        return found | ({"tok_s": stepped / raw["decode_s"]} if stepped else {})
-    return {}
+    if "tpot_ms" in raw:
+        found["tpot_ms"] = raw["tpot_ms"]
+    if "base_block_ms" in raw:
+        of = block_ratio(raw["block_ms"], raw["base_block_ms"])
+        found |= {"ratio": of.ratio, "ratio_low": of.low, "ratio_high": of.high}
+    if "kernel_step_ms" in raw:
+        of = median_ratio(raw["step_ms"], raw["kernel_step_ms"])
+        found |= {"ratio": of.ratio, "ratio_low": of.low, "ratio_high": of.high}
+    return found
 
 
 @functools.cache

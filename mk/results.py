@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import sys
 import tempfile
 from collections import Counter
@@ -31,17 +32,18 @@ RAW_BYTES = 200_000  # of a run
 SEARCHED = 200  # commits in which sources of an unnamed one are looked for
 
 
-def promote(run: Path, results: Path, root: Path = ROOT) -> Path:
-    """Copy a run's rows, raw data and configurations to `results`/<card>/<run>; returns that folder.
+def promote(run: Path, results: Path, root: Path = ROOT) -> list[Path]:
+    """Copy a run's rows, raw data and configurations to `results`/<card>/<run>; returns that folder, and the one in
+    `results`/simulated/ of a run that also has simulated rows.
 
     Raises MkError for whatever `prepare` refuses, and then has written nothing.
     """
-    return prepare(run, results, root).write()
+    return [prepared.write() for prepared in prepare(run, results, root)]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run that was checked: the folder that is to hold it, and the text of each of its files."""
+    """A run, or a card's part of it, that was checked: the folder that is to hold it, and the text of each file."""
 
     folder: Path
     files: dict[str, str]
@@ -61,8 +63,8 @@ class Prepared:
         return self.folder
 
 
-def prepare(run: Path, results: Path, root: Path = ROOT) -> Prepared:
-    """Reads and checks a run; writes nothing.
+def prepare(run: Path, results: Path, root: Path = ROOT) -> list[Prepared]:
+    """Reads and checks a run; writes nothing. What it simulated and what it measured go to folders of their own.
 
     A row made where there was no git gets the commit with the same sources, and one whose configuration names folders
     of its host the hash of that without them. Raises MkError for missing or broken files, rows that `verify` would
@@ -73,32 +75,42 @@ def prepare(run: Path, results: Path, root: Path = ROOT) -> Prepared:
     run = run.resolve()
     for name in KEPT:
         if not (run / name).is_file():
-            hint = "no raw data was written: the README says of which experiments" if name == "raw.jsonl" else None
-            raise MkError(f"{run / name} is missing", hint=hint)
+            raise MkError(f"{run / name} is missing")
     size = (run / "raw.jsonl").stat().st_size
     if size > RAW_BYTES:
         raise MkError(f"{run / 'raw.jsonl'} has {size} bytes, more than {RAW_BYTES}")
     rows, raw = read_rows(run / "rows.jsonl"), read_raw(run / "raw.jsonl")
     if not rows:
         raise MkError(f"{run / 'rows.jsonl'} has no rows")
-    cards = {card_of(row) for row in rows}
+    cards = {row.gpu for row in rows}
     if len(cards) != 1:
         raise MkError(f"{run} has rows of {', '.join(sorted(cards))}: one card a run")
-    (card,) = cards
     configs = read_configs(run)
     files, hashes = published(configs)
     rows = as_published(rows, hashes, root)
     public = {hashes[digest]: config for digest, config in configs.items()}
-    problems = [f"row {number}: {problem}" for number, problem in check_kept(rows, raw, public, card, root)]
+    prepared, problems = [], []
+    for card in sorted({card_of(row) for row in rows}):
+        own = {number: row for number, row in enumerate(rows, start=1) if card_of(row) == card}
+        found = check_kept(list(own.values()), raw, public, card, root)
+        problems += [f"row {list(own)[number - 1]}: {problem}" for number, problem in found]
+        folder = results / card / run.name
+        if folder.exists():
+            raise MkError(f"{folder} is there already")
+        lines = {"rows.jsonl": [row.line() for row in own.values()], "raw.jsonl": raw_lines(run, own.values())}
+        prepared.append(Prepared(folder, files | {name: "".join(text) for name, text in lines.items()}))
     if problems:
         raise MkError(
             f"{run} cannot be promoted: {problems[0]}" + f" (and {len(problems) - 1} more)" * (len(problems) > 1)
         )
-    folder = results / card / run.name
-    if folder.exists():
-        raise MkError(f"{folder} is there already")
-    files |= {"rows.jsonl": "".join(row.line() for row in rows), "raw.jsonl": (run / "raw.jsonl").read_text()}
-    return Prepared(folder, files)
+    return prepared
+
+
+def raw_lines(run: Path, rows: Iterable[Row]) -> list[str]:
+    """The lines of a run's raw data that these rows name."""
+    named = {row.raw_sha256 for row in rows}
+    lines = (run / "raw.jsonl").read_text().splitlines()
+    return [f"{line}\n" for line in lines if hashlib.sha256(line.encode()).hexdigest() in named]
 
 
 def as_published(rows: list[Row], hashes: Mapping[str, str], root: Path) -> list[Row]:
@@ -242,8 +254,8 @@ def main(argv: list[str]) -> int:
             runs = [Path(run) if Path(run).is_dir() else ROOT / "runs" / run for run in argv[1].split(",")]
             if len({run.resolve().name for run in runs}) < len(runs):
                 raise MkError(f"{argv[1]} names a run twice")
-            for prepared in [prepare(run, results) for run in runs]:  # all are sound before one is written
-                print(prepared.write())
+            prepared = [part for run in runs for part in prepare(run, results)]  # all are sound before one is written
+            print("\n".join(str(part.write()) for part in prepared))
             return 0
         if argv != ["verify"]:
             raise MkError("promote RUN[,RUN...], or verify", hint="make promote run=ID[,ID...], make verify-results")

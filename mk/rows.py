@@ -59,7 +59,8 @@ class Row:
     prefill_s: float | None = None
     decode_s: float | None = None
     tok_s: float | None = None  # decoded tokens a second, all rows together
-    schedule_hash: str | None = None  # of the program that ran last; decode_throughput: that was checked and timed
+    schedule_hash: str | None = None  # of descriptors, lists and targets as executed last, read back from the machine;
+    # kernel_correctness: of the layer's part, partial_step: of all parts' hashes, a simulated row: as simulated
     routing_hash: str | None = None  # of the expert ids of all steps, as top-k published them
     tasks: dict[str, int] | None = None  # descriptors by operation
     arm: str | None = None  # of a comparison: its overrides

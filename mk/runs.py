@@ -14,10 +14,11 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
+import os
 import platform
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,7 @@ from mk.config import Config, SamplingConfig, config_hash, resolved
 from mk.errors import MkError
 from mk.kept import TEXTS, host_free, model_name
 from mk.loggers import Logger, make_logger
+from mk.recompute import figures
 from mk.rows import SCHEMA, Row, read_raw
 from mk.sources import ROOT, commit_source_hash, recent_commits, source_hash
 
@@ -42,6 +44,8 @@ class RunFolder:
         self.config = config
         self.meta = meta
         self._logger = logger
+        self._files = (path / "rows.jsonl", path / "raw.jsonl")
+        self._final: tuple[int, ...] = ()  # sizes of the files without drafts; empty where there are none
 
     @classmethod
     def create(cls, cfg: Config, root: str | Path | None = None) -> RunFolder:
@@ -114,20 +118,47 @@ class RunFolder:
         (self.path / "configs" / f"{digest[:16]}.yaml").write_text(to_yaml(cfg))
         return RunFolder(self.path, cfg, {**self.meta, "config_hash": digest}, self._logger)
 
+    def measured(self, raw: Mapping[str, Any], *, engine: str, dtype: str, context: list[int], **more: Any) -> Row:
+        """A row as `row` makes it, whose figures and verdicts are what its raw data gives (mk/recompute.py)."""
+        row = self.row(engine=engine, dtype=dtype, context=context, **{"checks": {}, **more})
+        return dataclasses.replace(row, **figures(row, json.loads(_line(raw))))
+
     def append_row(self, row: Row, raw: Mapping[str, Any] | None = None) -> Row:
         """Write the row at once, so that an aborted run keeps its rows, tell the logger, and return it as written.
 
-        raw: what its figures were computed from, as JSON values.
+        raw: what its figures were computed from, as JSON values. Drafts are dropped.
         """
+        self._drop_drafts()
+        row = self._write(row, raw)
+        self._logger.log(row.to_json())
+        return row
+
+    def draft(self, rows: Sequence[tuple[Row, Mapping[str, Any]]]) -> None:
+        """Write rows whose measurement goes on, in the place of the last drafts: an aborted run keeps these.
+
+        `append_row` of this object begins where they began.
+        """
+        self._drop_drafts()
+        self._final = tuple(path.stat().st_size if path.exists() else 0 for path in self._files)
+        for row, raw in rows:
+            self._write(row, raw)
+
+    def _drop_drafts(self) -> None:
+        for path, size in zip(self._files, self._final, strict=False):
+            if path.exists():
+                os.truncate(path, size)
+        self._final = ()
+
+    def _write(self, row: Row, raw: Mapping[str, Any] | None) -> Row:
+        rows, raws = self._files
         if raw is not None:
-            line = json.dumps(raw, sort_keys=True, separators=(",", ":"), allow_nan=False)
+            line = _line(raw)
             row = dataclasses.replace(row, raw_sha256=hashlib.sha256(line.encode()).hexdigest())
-            with (self.path / "raw.jsonl").open("a") as file:
+            with raws.open("a") as file:
                 file.write(line + "\n")
         row = row.sealed()
-        with (self.path / "rows.jsonl").open("a") as file:
+        with rows.open("a") as file:
             file.write(row.line())
-        self._logger.log(row.to_json())
         return row
 
     def raw_of(self, row: Row) -> dict[str, Any]:
@@ -147,6 +178,11 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(failed=kind is not None)
+
+
+def _line(raw: Mapping[str, Any]) -> str:
+    """Of a raw.jsonl file. Raises ValueError for a number that is not finite."""
+    return json.dumps(raw, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def _unique_folder(root: Path, name: str) -> Path:

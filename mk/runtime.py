@@ -27,6 +27,7 @@ from mk.model.packing import PackedWeights
 from mk.model.reference import rope_table
 from mk.ring import MIN_WINDOW, UNSAFE_SLOTS
 from mk.sampling import SamplingParams
+from mk.schedule.identity import executed_hash
 from mk.schedule.lower import Program
 from mk.stalls import describe_stall
 from mk.step_params import (
@@ -123,6 +124,7 @@ class Runtime:
         self.stream = torch.cuda.Stream()
         self.program: Program | None = None
         self.epoch = 0
+        self._loaded = 0, np.zeros(0, np.uint32)  # epoch and counters as they were when the program was loaded
         self.launched = 0  # steps in all
         self._room: int | None = None  # steps whose contexts have been checked to have pages, where they advance
         self._buffers: dict[str, torch.Tensor] = {}
@@ -214,6 +216,7 @@ class Runtime:
                 self[name].zero_()
         self.params.rows, self.params.n_sm, self.params.n_queues = shape.rows, shape.n_sm, queues
         self.program, self.epoch = program, epoch
+        self._loaded = epoch, counters[: len(steps), 0].copy()
 
     def set_tables(self, tables: Mapping[str, Blocks]) -> None:
         """Page tables of the batch: kind -> int32 [rows, blocks], as `PageTable.table` holds them. -1 = no page.
@@ -362,6 +365,17 @@ class Runtime:
             message = describe_stall(self.program, counters[:, 0], stalls, int(self["abort_word"].item()) - 1)
             self.load(self.program)
             raise StepAborted(message)
+
+    def executed_hash(self) -> str:
+        """Of the descriptors, lists and counter increments that the device holds, read back from it, after all steps
+        that are queued. Raises MkError before the first step since `load`, and where it is not the program's hash."""
+        self.finish()
+        if self.program is None:
+            raise MkError("no program is loaded", hint="Runtime.load first")
+        words, offsets = (self[name].cpu().numpy() for name in ("words", "offsets"))
+        epoch, before = self._loaded
+        after = self["counters"].cpu().numpy().view(np.uint32)[: len(before), 0]
+        return executed_hash(self.program, words, offsets, before, after, self.epoch - epoch)
 
     def logits(self, row: int) -> torch.Tensor:
         """float32 [vocab] of the last finished step, a view that the next step overwrites."""

@@ -43,6 +43,7 @@ class Ratio:
 def raw_steps(step_ms: Sequence[float], experts_by_layer: Sequence[float]) -> dict[str, Any]:
     """What a row's figures are computed from: milliseconds of each step, mean distinct experts of each sparse layer."""
     return {
+        "kind": "steps",
         "step_ms": [round(float(ms), MS_DIGITS) for ms in step_ms],
         "experts_by_layer": [round(float(count), EXPERT_DIGITS) for count in experts_by_layer],
     }

@@ -42,6 +42,13 @@ def unpacked(rt: Runtime, row: int) -> SamplingParams:
     )
 
 
+def signal_all(rt: Runtime) -> None:
+    """What a step of the loaded program adds to its counters."""
+    assert rt.program is not None
+    for number, counter in enumerate(rt.program.counters):
+        rt["counters"][number, 0] += counter.per_step
+
+
 class FakeLibrary:
     """The C interface. `runtime` is set once there is one, or the next; `fault(runtime, step)` may break a step."""
 
@@ -86,6 +93,7 @@ class FakeLibrary:
             rt["tokens"][row] = drawn = sample_row(rt.logits(row).numpy(), unpacked(rt, row), keys)
             rt["keys"][row] += rt.params.advance
             record["tokens"][row] = drawn
+        signal_all(rt)
         if self.fault is not None:
             self.fault(rt, self.launches)
         record["status"] = rt["status"].numpy()

@@ -44,6 +44,8 @@ class InterpretingLibrary(FakeLibrary):
         upload(rt, memory)
         upload_pages(rt, kv)
         rt["tokens"][:rows] = torch.tensor(memory.tokens)
+        for number, gained in enumerate(machine.counters.values):
+            rt["counters"][number, 0] += gained
         for layer, ids in out.expert_ids.items():
             rt["route_ids"][layer, :rows] = torch.from_numpy(ids).int()
         self.launches += 1

@@ -21,7 +21,7 @@ from evals.completion import Completion, Request
 from evals.figures import bootstrap_difference, mean_and_sd
 from evals.offline import split_reply
 from evals.preflight import estimate, require_affordable
-from evals.report import difference, summarise, write_report, write_scores
+from evals.report import raw_answers, summarise, theirs, write_report, write_scores
 from evals.runner import Runner, grade
 from evals.samples import FILE, SampleStore, read_samples
 from experiments.accuracy import main
@@ -31,7 +31,10 @@ from mk.model.opening import NANO
 from mk.model.tokenizer import load_tokenizer
 from mk.rows import read_rows
 from mk.sampling import SamplingParams
+from tests.promotion import committed, no, repository, require_kept
 from tests.test_benchmarks import SCICODE_ROW, scicode
+
+__all__ = ["committed", "repository"]
 
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, seed=7)
 
@@ -85,7 +88,7 @@ def test_runs_have_their_own_seeds_and_the_known_score(aime: Benchmark, tmp_path
     assert sorted({request.sampling.seed for request in engine.requests}) == [7, 8, 9] and runner.sent == 12
     assert all(request.max_tokens == 64000 and request.sampling.top_p == 0.95 for request in engine.requests)
     scores = grade(aime, answers, 3, None)
-    result = summarise(aime, answers, scores, runner.requests, 2.0)
+    result = summarise(aime, raw_answers(answers, scores, 2.0), scores, runner.requests)
     assert result.figures == [{"score": 0.5}] * 3 and (result.mean, result.sd) == (0.5, 0.0)
     assert (result.answers, result.truncated, result.completion_tokens, result.tok_s) == (12, 3, 60, 30.0)
     assert [sample.completion.content for sample in read_samples(tmp_path) if sample.problem == "p1"] == [
@@ -163,17 +166,18 @@ def test_the_difference_of_two_engines(aime: Benchmark, tmp_path: Path) -> None:
         runner = Runner(aime, Scripted(script), SAMPLED, SampleStore(folder / FILE, name, "m"))
         answers = runner.run(aime.problems, 2)
         scores = grade(aime, answers, 2, None)
-        result = summarise(aime, answers, scores, runner.requests, 1.0)
+        result = summarise(aime, raw_answers(answers, scores, 1.0), scores, runner.requests)
         write_scores(folder, scores)
         write_report(folder, result)
         folders.append(folder)
         results.append((scores, result.requests_hash))
-    found = difference(folders[1], *results[0])
+    mine = [[score.correct for score in run] for run in results[0][0]]
+    found = bootstrap_difference(mine, theirs(folders[1], *results[0]))
     assert found.mean == 0.5 and 0 <= found.low < 0.5 < found.high <= 1
     with pytest.raises(MkError, match="was asked other requests"):
-        difference(folders[1], results[0][0], "0")
+        theirs(folders[1], results[0][0], "0")
     with pytest.raises(MkError, match="no finished evaluation"):
-        difference(tmp_path, *results[0])
+        theirs(tmp_path, *results[0])
 
 
 def test_the_bootstrap_interval_covers_what_it_should() -> None:
@@ -243,7 +247,7 @@ def served(root: Path, url: str) -> list[str]:
             "experiment.limit=4", "experiment.runs=2"]  # fmt: skip
 
 
-def test_a_server_answers_in_the_engines_place(aime: Benchmark, tmp_path: Path, server: str) -> None:
+def test_a_server_answers_in_the_engines_place(aime: Benchmark, committed: Path, tmp_path: Path, server: str) -> None:
     assert main(load_config(served(tmp_path, server))) == 0
     (folder,) = (tmp_path / "runs").iterdir()
     (row,) = read_rows(folder / "rows.jsonl")
@@ -254,6 +258,8 @@ def test_a_server_answers_in_the_engines_place(aime: Benchmark, tmp_path: Path, 
         8,
         56,
     )
+    names = ("score", "score_sd", "answers", "truncated", "usage_completion_tokens", "wall_s", "tok_s")
+    require_kept(committed, folder, **dict.fromkeys(names, lambda value: value + 1), scores=lambda _: [0.5], checks=no)
     sample = read_samples(folder)[0]
     assert sample.completion.response_id.startswith("r") and sample.completion.reasoning == r"\boxed{9}"
     asked = Server.bodies[4:]  # after the probe's
@@ -299,7 +305,7 @@ def test_nano_code_greedy_is_transformers_greedy(tmp_path: Path, capsys: pytest.
     assert json.loads((folder / "report.json").read_text())["data"]["hash_known"] is True
 
 
-def test_sampled_runs_differ_and_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampled_runs_differ_and_go_on(committed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sampled = ["sampling=top_p", "benchmark.max_tokens=8", "experiment.runs=3"]
     assert main(load_config(overrides(tmp_path / "one", *sampled))) == 0
     (folder,) = (tmp_path / "one").iterdir()
@@ -317,6 +323,8 @@ def test_sampled_runs_differ_and_go_on(tmp_path: Path, capsys: pytest.CaptureFix
     assert "resumed: 10 samples" in capsys.readouterr().out
     (row,) = read_rows(second / "rows.jsonl")
     assert row.score_difference == 0 and row.tok_s is None
+    names = ("score_difference", "score_difference_low", "score_difference_high")
+    require_kept(committed, second, **dict.fromkeys(names, lambda value: value + 1))
 
 
 def test_a_toy_needs_a_limit_for_what_it_cannot_solve(aime: Benchmark, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ COMPANIONS = {
     "wave_order=custom": ["wave_order.waves=[router,qkv]"],
     "routing=replay": ["routing.path=trace.pt"],
     "engine=scripted": ["engine.script=replies.json"],
+    "experiment=rerun": ["run=any"],
     "schedule=search": [f"schedule.path={CONFIG_DIR.parent / 'results/simulated/schedule_batch1.yaml'}"],
 }
 EVERY_OPTION = [(group, option) for group in GROUPS for option in group_options(group)]

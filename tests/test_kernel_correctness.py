@@ -35,8 +35,9 @@ from mk.splits import SplitPolicy
 from tests.device_rig import fake_build, fake_device
 from tests.interpreter_rig import GEOMETRY, MAX_BLOCKS, program, tensors, weights
 from tests.parts_rig import InterpretingLibrary, cache
+from tests.promotion import committed, folder_of, no, repository, require_kept
 
-__all__ = ["fake_device"]
+__all__ = ["committed", "fake_device", "repository"]
 
 CPU = torch.device("cpu")
 KEYS = [100, 0, 64, 1]
@@ -206,8 +207,9 @@ def test_a_needle_is_returned_to_the_last_bit_and_a_lost_one_is_named() -> None:
 
 
 def test_a_run_measures_every_layer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], figure: Callable[[str], None]
+    committed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], figure: Callable[[str], None]
 ) -> None:
+    """And its rows can be kept."""
     assert experiment.main(load_config([*RUN, f"run_dir={tmp_path}"])) == 0
     rows = rows_of(tmp_path)
     assert [(row.layer, row.context) for row in rows] == [(n, c) for n in range(5) for c in ([1, 0, 65], [300])]
@@ -219,6 +221,8 @@ def test_a_run_measures_every_layer(
         assert row.needles >= 2 and (row.logit_std is None or row.logit_std > 3)
     attention, ffn = (max(getattr(row, f"{name}_ratio") for row in rows) for name in ("attention", "ffn"))
     figure(f"nano, layer by layer: attention at most {attention:.2f}, ffn {ffn:.2f} x the distance of bfloat16")
+    errors = {name: lambda value: value / 2 for name in ("attention_error", "ffn_error_bf16", "ffn_ratio", "logit_std")}
+    require_kept(committed, folder_of(tmp_path), **errors, needles=lambda n: n + 1, checks=no)
     told = capsys.readouterr().out
     assert "layer  4 rows 1:" in told and "layers that failed" in told
 

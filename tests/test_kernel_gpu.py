@@ -187,9 +187,10 @@ def test_eight_rows_and_one_give_the_same_bits(runtime: Runtime, oracle: Oracle,
 @pytest.mark.parametrize("claimers", [0, 132])
 def test_counters_may_wrap(runtime: Runtime, oracle: Oracle, base: torch.Tensor, epoch: int, claimers: int) -> None:
     claimers = min(claimers, runtime.facts.sms)
-    chosen = plan(runtime.facts.sms, attention_claimers=claimers, moe_claimers=claimers)
-    logits, _ = decode(runtime, program(runtime, 1, chosen), pages(runtime, 1), first(oracle, 12), (0,), epoch=epoch)
+    one = program(runtime, 1, plan(runtime.facts.sms, attention_claimers=claimers, moe_claimers=claimers))
+    logits, _ = decode(runtime, one, pages(runtime, 1), first(oracle, 12), (0,), epoch=epoch)
     assert same_bits(logits[0], base[:12])
+    assert runtime.executed_hash() == one.schedule_hash  # read back: descriptors, lists, and what counters gained
 
 
 def test_programs_may_change_every_step(runtime: Runtime, oracle: Oracle, base: torch.Tensor) -> None:

@@ -10,12 +10,20 @@ import pytest
 import torch
 
 from experiments import parity
-from experiments.parity_checks import Distance, Parity, distance, reference_logits
+from experiments.parity_checks import Distance, Positions, positions, reference_logits, verdicts
 from mk.compose import load_config
 from mk.engines import MachineEngine
 from mk.model.checkpoint import load_checkpoint
 from mk.model.opening import NANO
 from mk.rows import Row, read_rows
+from tests.promotion import committed, folder_of, no, repository, require_kept
+
+__all__ = ["committed", "repository"]
+
+
+def distance(logits: torch.Tensor, exact: torch.Tensor, following: torch.Tensor) -> Distance:
+    """As a row has it: through raw data."""
+    return Positions.read(positions(logits, exact, following).raw).distance
 
 
 def test_distances_are_what_they_say() -> None:
@@ -40,14 +48,14 @@ def test_distances_are_what_they_say() -> None:
 
 def test_the_bars_refuse_what_is_beyond_them_and_nan() -> None:
     floor = Distance(100, 1e-3, 1e-4, 2, 2.0, 1e-2)
-    assert all(Parity(8, Distance(100, 9e-3, 1.4e-4, 8, 2.0, 1.4e-2), floor, 2.0).checks().values())
+    assert all(verdicts(Distance(100, 9e-3, 1.4e-4, 8, 2.0, 1.4e-2), floor).values())
     for worse, name in (
         (Distance(100, 1e-3, 1.6e-4, 2, 2.0, 1e-2), "kl_within_bar"),
         (Distance(100, 1e-3, 1e-4, 9, 2.0, 1e-2), "top1_within_bar"),
         (Distance(100, 1e-3, 1e-4, 2, 2.0, 1.6e-2), "nll_within_bar"),
         (Distance(100, float("nan"), float("nan"), 2, 2.0, 1e-2), "kl_within_bar"),
     ):
-        assert [key for key, passed in Parity(8, worse, floor, 2.0).checks().items() if not passed] == [name]
+        assert [key for key, passed in verdicts(worse, floor).items() if not passed] == [name]
 
 
 @torch.no_grad()
@@ -70,17 +78,18 @@ def test_the_references_are_transformers_in_either_precision() -> None:
 def run(tmp_path: Path, *overrides: str) -> tuple[int, list[Row]]:
     config = load_config(["experiment=parity", "engine=interpreter", f"run_dir={tmp_path}", *overrides])
     status = parity.main(config)
-    (folder,) = tmp_path.iterdir()
-    return status, read_rows(folder / "rows.jsonl")
+    return status, read_rows(folder_of(tmp_path) / "rows.jsonl")
 
 
 @pytest.mark.parametrize("numerics", ["float32", "kernel"])
 def test_the_interpreter_is_within_the_noise_floor(
-    numerics: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    numerics: str, committed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = [f"engine.numerics={numerics}", "experiment.contexts=[40,252]", "experiment.steps=24"]
     status, rows = run(tmp_path, *overrides)
     assert status == 0 and [row.context for row in rows] == [[40], [252]]
+    names = ("kl", "kl_bf16", "kl_median", "top1_agreement", "nll", "nll_float32", "nll_error", "nll_error_bf16")
+    require_kept(committed, folder_of(tmp_path), **dict.fromkeys(names, lambda value: value + 1), checks=no)
     for row in rows:
         assert (
             row.kl_median is not None

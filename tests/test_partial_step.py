@@ -14,21 +14,27 @@ from mk.parts import InterpreterWorker, StepInput
 from mk.parts.workers import Ids
 from mk.rows import Row, read_rows
 from mk.schedule.lower import Program
+from tests.promotion import committed, folder_of, no, repository, require_kept
+
+__all__ = ["committed", "repository"]
 
 PART = ["experiment=partial_step", "experiment.start_at=1.qkv", "experiment.stop_after=2.topk"]
 
 
 def run(folder: Path, *more: str) -> tuple[int, Row, Path]:
     status = experiment.main(load_config([*PART, f"run_dir={folder}", *more]))
-    (path,) = folder.glob("*")
+    path = folder_of(folder)
     (row,) = read_rows(path / "rows.jsonl")
     return status, row, path
 
 
-def test_waves_are_told_one_by_one_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_waves_are_told_one_by_one_and_kept(
+    committed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, row, path = run(tmp_path, "experiment.dump=true")
     assert status == 0 and row.checks["waves_within_noise"] and row.worst_of_tolerance == 0
     assert (row.engine, row.context, row.batch) == ("interpreter", [300, 0, 129, 64], 4)
+    require_kept(committed, path, waves=lambda n: n + 1, worst_of_tolerance=lambda value: value + 1, checks=no)
     told = capsys.readouterr().out
     assert "1.attn " in told and "1.oproj                stays in the SMs" in told and "2.router " in told
     assert "1.embed" not in told and "2.attn " not in told

@@ -12,17 +12,21 @@ from experiments.kernel_checks import Oracle
 from mk.compose import load_config
 from mk.errors import MkError
 from mk.model.geometry import PRESETS
+from mk.recompute import geometry_of
 from mk.roofline import active_parameters, prefill_flop, visible_pairs
 from mk.rows import Row, read_rows
 from prefill.tiles import INTERPRETED, AttentionTile, ProductTile
 from prefill.triton_prefill import TritonPrefill
 from tests.device_rig import FakeLibrary, fake_device
 from tests.prefill_rig import needs_interpreter
+from tests.promotion import committed, folder_of, repository, require_kept
 
-__all__ = ["fake_device"]
+__all__ = ["committed", "fake_device", "repository"]
 
 FULL = PRESETS["north_mini_code"]
+NANO = geometry_of("nano")
 MODEL = ["model=nano", "weights=checkpoint"]
+MATRIX_MS = 2 * 8192**3 / 500e9  # 500 TFLOP/s
 
 
 def test_pairs_and_operations_of_the_full_model() -> None:
@@ -41,7 +45,7 @@ def stand_in(fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (prefill_throughput, prefill_tiles):
         monkeypatch.setattr(module, "DEVICE", torch.device("cpu"))
     for module in (prefill_throughput, prefill_tiles):
-        monkeypatch.setattr(module, "matrix_tflop_s", lambda device: 500.0)
+        monkeypatch.setattr(module, "matrix_ms", lambda device: [MATRIX_MS])
 
 
 def rows_of(folder: Path) -> list[Row]:
@@ -50,7 +54,11 @@ def rows_of(folder: Path) -> list[Row]:
 
 @needs_interpreter
 def test_prefill_is_checked_and_a_row_written_for_each_shape(
-    stand_in: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    stand_in: None,
+    committed: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prefill_throughput, "SHORT", 2)
     keys = ["lengths=[5]", "packed=[3]", "packed_rows=2", "repeats=1", "check_tokens=6"]
@@ -61,6 +69,9 @@ def test_prefill_is_checked_and_a_row_written_for_each_shape(
     assert (packed.batch, packed.prompt_tokens, packed.context) == (2, 6, [3, 3])
     assert alone.p50_ms == 1.0 and alone.prefill_tok_s == 5000.0 and alone.ttft_ms is not None
     assert alone.tflop_s is not None and alone.pct_matrix == pytest.approx(alone.tflop_s / 5)
+    assert alone.tflop_s == pytest.approx(prefill_flop(NANO, [5]) / 1e9)
+    names = ("p50_ms", "ttft_ms", "prefill_tok_s", "tflop_s", "matrix_tflop_s", "pct_matrix", "steps")
+    require_kept(committed, folder_of(tmp_path), **dict.fromkeys(names, lambda value: value + 1))
     assert set(alone.checks) == {"logits_within_noise", "bits_packed", "bits_continued"} and all(alone.checks.values())
     assert "TTFT ms" in capsys.readouterr().out
 
@@ -95,7 +106,7 @@ def test_a_prefill_that_fails_a_check_gets_no_row(
 
 @needs_interpreter
 def test_kernels_are_timed_with_each_tile(
-    stand_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stand_in: None, committed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small, odd = ProductTile(32, 64, 256, 1, 1), ProductTile(16, 64, 48, 1, 1)  # 48 does not divide k: refused
     monkeypatch.setattr(prefill_tiles, "WARMUP", 0)
@@ -103,14 +114,21 @@ def test_kernels_are_timed_with_each_tile(
     monkeypatch.setattr(prefill_tiles, "PLAIN", (small, None))
     monkeypatch.setattr(prefill_tiles, "EXPERTS", (small, odd))
     monkeypatch.setattr(prefill_tiles, "ATTENTIONS", (AttentionTile(64, 64, 1, 1), AttentionTile(16, 128, 1, 1)))
-    axes = ["experiment=prefill_tiles", *MODEL, "experiment.tokens=17", "experiment.repeats=1", f"run_dir={tmp_path}"]
+    axes = ["experiment=prefill_tiles", *MODEL, "experiment.tokens=17", "experiment.repeats=1"]
+    axes += [f"run_dir={tmp_path / 'runs'}"]
     assert prefill_tiles.main(load_config(axes)) == 0
-    found = [(row.kernel, row.tile) for row in rows_of(tmp_path)]
+    rows = require_kept(
+        committed,
+        folder_of(tmp_path / "runs"),
+        **dict.fromkeys(("p10_ms", "tflop_s", "pct_matrix"), lambda value: value + 1),
+    )
+    assert rows[0].tflop_s == pytest.approx(2 * 17 * NANO.top_k * 2 * NANO.expert_ffn * NANO.hidden / 1e9)
+    found = [(row.kernel, row.tile) for row in rows]
     assert [kernel for kernel, _ in found] == [
         "up", "down", "attention_full", "attention_full", "attention_sliding", "attention_sliding",
         "qkv", "qkv", "o", "o",
     ]  # fmt: skip
-    assert len(set(found)) == len(found) and all(row.p50_ms == 1.0 for row in rows_of(tmp_path))
+    assert len(set(found)) == len(found) and all(row.p50_ms == 1.0 for row in rows)
     assert "up 16x64x48" in capsys.readouterr().out
     axes += ["experiment.time_limit_s=0.0", f"run_dir={tmp_path / 'late'}"]
     assert prefill_tiles.main(load_config(axes)) == 0 and not rows_of(tmp_path / "late")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import subprocess
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,40 +19,19 @@ from mk.errors import MkError
 from mk.kept import hash_of, host_free, model_name
 from mk.model.geometry import PRESETS
 from mk.readme_figures import check_readme
-from mk.recompute import different
+from mk.recompute import KINDS, different, function_of
 from mk.roofline import uniform_experts
 from mk.rows import Row, read_raw, read_rows
 from mk.runs import RunFolder
-from mk.sources import FILES, ROOT, source_hash
+from mk.sources import ROOT, source_hash
 from mk.step_figures import experts_agree, median_ratio, raw_steps, step_figures
+from tests.promotion import commit, edit, problems, repository
+
+__all__ = ["repository"]
 
 FULL = PRESETS["north_mini_code"]
 PLAN = ("schedule", "wave_order", "placement")
 STEPS = [2.0 + 0.001 * (i * 7 % 32) for i in range(64)]
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """A repository with one commit of some sources."""
-    root = tmp_path / "repository"
-    (root / "mk").mkdir(parents=True)
-    for name in (*FILES, "mk/a.py"):
-        (root / name).write_text(name)
-    for command in (
-        ["init", "-q"],
-        ["add", "."],
-        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one"],
-    ):
-        subprocess.run(["git", *command], cwd=root, check=True)
-    results.commit_of.cache_clear()
-    results._source_problem.cache_clear()
-    return root
-
-
-def commit(root: Path) -> str:
-    return subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=root, check=True, capture_output=True, text=True
-    ).stdout.strip()
 
 
 def made(root: Path, *overrides: str, **meta: Any) -> RunFolder:
@@ -77,12 +55,8 @@ def made(root: Path, *overrides: str, **meta: Any) -> RunFolder:
 
 def kept(root: Path) -> Path:
     run = made(root)
-    return results.promote(run.path, root / "results", root)
-
-
-def problems(root: Path, readme: str = "") -> list[str]:
-    (root / "README.md").write_text(readme)
-    return results.verify(root / "results", root / "README.md", root)[0]
+    (folder,) = results.promote(run.path, root / "results", root)
+    return folder
 
 
 def test_a_promoted_run_is_computed_again_and_stands(repository: Path) -> None:
@@ -94,12 +68,6 @@ def test_a_promoted_run_is_computed_again_and_stands(repository: Path) -> None:
     }
     assert problems(repository) == [] and len(read_rows(folder / "rows.jsonl")) == 4
     assert sum(path.stat().st_size for path in folder.iterdir()) < results.RAW_BYTES
-
-
-def edit(path: Path, line: int, change: Callable[[dict], dict]) -> None:
-    lines = path.read_text().splitlines()
-    lines[line] = json.dumps(change(json.loads(lines[line])))
-    path.write_text("\n".join(lines) + "\n")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +138,7 @@ def test_rows_from_other_sources_than_their_commits_are_not_promoted(repository:
 
 
 def test_a_run_from_a_machine_without_git_gets_the_commit_of_its_sources(repository: Path) -> None:
-    folder = results.promote(made(repository, commit="none").path, repository / "results", repository)
+    (folder,) = results.promote(made(repository, commit="none").path, repository / "results", repository)
     rows = read_rows(folder / "rows.jsonl")
     assert {row.commit for row in rows} == {commit(repository)} and problems(repository) == []
     assert [rows[1].ratio_to, rows[3].ratio_to] == [rows[0].digest, rows[2].digest]
@@ -237,7 +205,7 @@ def test_a_write_that_breaks_off_leaves_nothing(repository: Path, monkeypatch: p
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    prepared = results.prepare(made(repository).path, repository / "results", repository)
+    (prepared,) = results.prepare(made(repository).path, repository / "results", repository)
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", full)
         with pytest.raises(MkError, match="No space left"):
@@ -310,7 +278,7 @@ def test_a_run_of_several_configurations_keeps_each(repository: Path) -> None:
         engine="cuda", dtype="bfloat16", batch=1, context=[8192], checks={}, **step_figures(FULL, job.gpu, [8192], raw)
     )
     run.append_row(row, raw)
-    folder = results.promote(run.path, repository / "results", repository)
+    (folder,) = results.promote(run.path, repository / "results", repository)
     assert problems(repository) == []
     (stored,) = (folder / "configs").iterdir()
     assert stored.name == f"{row.config_hash[:16]}.yaml"
@@ -320,12 +288,26 @@ def test_a_run_of_several_configurations_keeps_each(repository: Path) -> None:
     ]
 
 
+def test_what_a_run_simulated_and_what_it_measured_are_kept_apart(repository: Path) -> None:
+    run = made(repository)
+    raw = raw_steps(STEPS[:1], [8.0] * 48)
+    axes: dict[str, Any] = {"dtype": "bfloat16", "batch": 1, "context": [8192]}
+    run.append_row(run.measured(raw, engine="simulator", clock="simulated", **axes), raw)
+    measured, simulated = results.promote(run.path, repository / "results", repository)
+    assert (measured.parent.name, simulated.parent.name) == ("h200", "simulated") and measured.name == simulated.name
+    assert [len(read_rows(folder / "rows.jsonl")) for folder in (measured, simulated)] == [4, 1]
+    assert read_raw(simulated / "raw.jsonl").keys() == {read_rows(simulated / "rows.jsonl")[0].raw_sha256}
+    assert problems(repository) == []
+    edit(simulated / "rows.jsonl", 0, lambda values: values | {"p50_ms": 1.0})
+    assert any(f"simulated/{simulated.name}/rows.jsonl:1: p50_ms is 1.0" in problem for problem in problems(repository))
+
+
 def test_folders_of_the_host_are_not_published(repository: Path) -> None:
     model = repository.parent / "models" / "north_mini_code"
     model.mkdir(parents=True)
     run = made(repository, f"model.path={model}", "experiment.trace=true")
     original = run.meta["config_hash"]
-    folder = results.promote(run.path, repository / "results", repository)
+    (folder,) = results.promote(run.path, repository / "results", repository)
     text, rows = (folder / "config.yaml").read_text(), read_rows(folder / "rows.jsonl")
     assert str(model) in (run.path / "config.yaml").read_text()
     assert not any(str(repository.parent) in path.read_text() for path in folder.iterdir())
@@ -377,13 +359,24 @@ def test_several_runs_are_promoted_together_or_not_at_all(
 
 
 @pytest.mark.parametrize(
-    "raw", [{"call_ms": []}, {"new_tokens": [3], "decode_s": 0}, {"call_ms": [1.0], "host_ms": "a"}]
+    "raw",
+    [
+        {"kind": "prefill_calls", "call_ms": []},
+        {"kind": "decoded", "new_tokens": [3], "decode_s": 0},
+        {"kind": "prefill_calls", "call_ms": [1.0], "host_ms": "a"},
+        {"step_ms": STEPS},
+        {"kind": "x"},
+    ],
 )
 def test_raw_data_that_gives_no_figure_is_a_problem_and_no_traceback(repository: Path, raw: dict[str, Any]) -> None:
     row = read_rows(made(repository).path / "rows.jsonl")[0]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert "its figures cannot be computed" in next(iter(different(row, raw)))
+
+
+def test_every_kind_of_raw_data_has_its_function() -> None:
+    assert len({function_of(kind) for kind in KINDS}) == len(KINDS)
 
 
 def test_old_rows_are_listed_as_such(repository: Path) -> None:

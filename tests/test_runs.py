@@ -18,7 +18,7 @@ import pytest
 from mk.compose import load_config, to_yaml
 from mk.config import config_hash
 from mk.errors import MkError
-from mk.rows import Row, read_rows
+from mk.rows import Row, read_raw, read_rows
 from mk.runs import RunFolder, command_line, data_of, git_commit
 from mk.sources import FILES, ROOT, commit_source_hash, recent_commits, source_hash
 
@@ -91,6 +91,16 @@ def test_a_row_names_its_sources_seeds_raw_data_and_itself(run: RunFolder) -> No
     (found,) = read_rows(run.path / "rows.jsonl")
     assert found.digest == found.computed_digest()
     assert dataclasses.replace(found, batch=5).computed_digest() != found.digest
+
+
+def test_drafts_stand_until_the_next_row(run: RunFolder) -> None:
+    first = run.append_row(make_row(run, new_tokens=1), {"n": 1})
+    run.draft([(make_row(run, new_tokens=2), {"n": 2}), (make_row(run, new_tokens=3), {"n": 3})])
+    run.draft([(make_row(run, new_tokens=4), {"n": 4})])
+    kept, draft = read_rows(run.path / "rows.jsonl")
+    assert kept == first and draft.new_tokens == 4 and run.raw_of(draft) == {"n": 4}
+    last = run.append_row(make_row(run, new_tokens=5), {"n": 5})
+    assert read_rows(run.path / "rows.jsonl") == [first, last] and len(read_raw(run.path / "raw.jsonl")) == 2
 
 
 def test_variants_share_a_folder_and_keep_their_configurations(run: RunFolder) -> None:

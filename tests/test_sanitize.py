@@ -11,14 +11,17 @@ import torch
 
 from experiments import sanitize, sanitized_step
 from experiments.sanitize import EXPLAINED, Finding, files_of, find_sanitizer, parse, report, verdicts
+from mk.compose import load_config
 from mk.errors import MkError
 from mk.runtime import Runtime
 from tests.device_rig import FakeLibrary, fake_build, fake_device
+from tests.promotion import committed, folder_of, no, repository, require_kept
 
-__all__ = ["fake_device"]
+__all__ = ["committed", "fake_device", "repository"]
 
 STEPS = "decoded 2 steps twice, last tokens [1, 2, 3]\n"
 CLEAN = f"========= COMPUTE-SANITIZER\n{STEPS}========= ERROR SUMMARY: 0 errors\n"
+NO_RACES = f"========= COMPUTE-SANITIZER\n{STEPS}========= RACECHECK SUMMARY: 0 hazards displayed\n"
 INVALID = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ read of size 4 bytes
 =========     at decode_step(StepParams)+0x1230 in ops/topk.cuh:31
@@ -68,6 +71,23 @@ def test_verdicts_need_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not verdicts(clean, other, found)["races_explained"]
     monkeypatch.setitem(EXPLAINED, "gemm.cuh+storer.cuh", "an mbarrier orders them")
     assert verdicts(clean, other, found)["races_explained"]
+
+
+def test_a_run_of_the_three_tools_is_kept(
+    committed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def watch(sanitizer: Path, tool: str, defines: tuple[str, ...], timeout_s: int) -> str:
+        return RACES if defines else CLEAN if tool == "memcheck" else NO_RACES
+
+    monkeypatch.setattr(sanitize, "find_sanitizer", lambda: Path("compute-sanitizer"))
+    monkeypatch.setattr(sanitize, "library", lambda defines: None)
+    monkeypatch.setattr(sanitize, "watch", watch)
+    assert sanitize.main(load_config(["experiment=sanitize", f"run_dir={tmp_path / 'runs'}"])) == 0
+    require_kept(committed, folder_of(tmp_path / "runs"), checks=no)
+    monkeypatch.setattr(sanitize, "watch", lambda *args: INVALID)
+    assert sanitize.main(load_config(["experiment=sanitize", f"run_dir={tmp_path / 'more'}"])) == 1
+    (row,) = require_kept(committed, folder_of(tmp_path / "more"), checks=no)
+    assert not any(row.checks.values()) and "memcheck_clean FAILED" in capsys.readouterr().out
 
 
 def test_the_watched_steps_decode(fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import schedule_search
-from experiments.schedule_paired import paired, spearman
+from experiments import schedule_paired, schedule_search
+from experiments.schedule_figures import paired, spearman
+from experiments.schedule_ladder import LABELS
 from mk.compose import load_config
 from mk.config import Config
 from mk.errors import MkError
@@ -19,7 +20,8 @@ from mk.isa import ISA, Word
 from mk.model.geometry import PRESETS
 from mk.programs import Plan
 from mk.roofline import uniform_experts
-from mk.rows import read_rows
+from mk.rows import Row
+from mk.runs import RunFolder
 from mk.schedule.bounds import bounds
 from mk.schedule.costs import Costs, OpCosts
 from mk.schedule.greedy import greedy_order, layer_waves, upward_ranks
@@ -28,7 +30,10 @@ from mk.schedule.simulate import costs_of, estimate, ring_of
 from mk.schedule.simulator.expand import Sample
 from mk.schedule.stored import StoredSchedule
 from mk.verify import verify
+from tests.promotion import committed, folder_of, no, repository, require_kept
 from tests.tiny_model import tiny_geometry
+
+__all__ = ["committed", "repository"]
 
 NORTH = PRESETS["north_mini_code"]
 SLICE = ["experiment=schedule_search", "model=slice", "gpu.sms=16"]
@@ -187,14 +192,19 @@ def test_no_bound_exceeds_the_step_it_bounds(config: Config) -> None:
         assert min(dataclasses.astuple(least)) > 0
 
 
-def test_the_experiment_prints_stores_and_draws_the_ladder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_experiment_prints_stores_draws_and_keeps_the_ladder(
+    committed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     few = ["experiment.candidates=1", "experiment.local_steps=3", "experiment.context=256", "experiment.steps=8"]
-    cfg = load_config([*SLICE, *few, "experiment.batches=[2]", f"run_dir={tmp_path}"])
+    cfg = load_config([*SLICE, *few, "experiment.batches=[2]", f"run_dir={tmp_path / 'runs'}"])
     assert schedule_search.main(cfg) == 0
-    (run,) = tmp_path.iterdir()
-    rows = read_rows(run / "rows.jsonl")
+    run = folder_of(tmp_path / "runs")
+    names = ("p50_ms", "zero_wait_ms", "bytes_ms", "distinct_experts", "bytes_per_step", "regret")
+    rows = require_kept(committed, run, **dict.fromkeys(names, lambda value: value + 1), checks=no)
     ladder = [row for row in rows if row.regret is None]
-    assert len(ladder) == 5 and {row.clock for row in rows} == {"simulated"}
+    assert [row.arm for row in ladder] == list(LABELS) and {row.clock for row in rows} == {"simulated"}
+    assert [row.schedule for row in ladder] == ["static", "static", "static", "greedy", "search"]
+    assert len({row.config_hash for row in rows}) == 5
     times = [row.p50_ms for row in ladder]
     assert times[-1] <= times[2]  # the search starts from the configured schedule
     regrets = [row.regret for row in rows if row.regret is not None]
@@ -211,6 +221,27 @@ def test_the_experiment_refuses_what_it_cannot_rank(tmp_path: Path) -> None:
         schedule_search.main(load_config(["experiment=schedule_search", "gpu=h100"]))
     with pytest.raises(MkError, match="starts from a static schedule"):
         schedule_search.main(load_config(["experiment=schedule_search", "schedule=work_stealing"]))
+
+
+def test_schedules_that_ran_in_turn_are_kept(committed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its own configuration; what was said of one round alone is not said of all."""
+    cfg = load_config(["experiment=schedule_search", f"run_dir={tmp_path / 'runs'}"])
+    other = dataclasses.replace(cfg, placement=dataclasses.replace(cfg.placement, name="round_robin"))
+    times = iter([2.0, 2.5, 2.1, 2.4])
+
+    def run(job: Config) -> list[Row]:
+        return [folder.under(job).row(engine="cuda", dtype="bfloat16", batch=1, context=[8192], checks={"equal": True},
+                                      p50_ms=next(times), p10_ms=1.0, pct_nominal=50.0, steps=9)]  # fmt: skip
+
+    monkeypatch.setattr(schedule_paired.decode_throughput, "run", run)
+    monkeypatch.setattr(cfg.experiment, "rounds", 2)
+    with RunFolder.create(cfg) as folder:
+        schedule_paired.compare(cfg, folder, {"configured": cfg, "other": other}, {"configured": 2.0, "other": 2.6}, 1)
+    names = ("p50_ms", "paired_ms", "paired_ci95_ms", "rank_correlation", "mean_error", "simulated_ms")
+    first, second = require_kept(committed, folder.path, **dict.fromkeys(names, lambda value: value + 1))
+    assert (first.arm, second.arm, second.placement) == ("configured", "other", "round_robin")
+    assert second.p50_ms == pytest.approx(2.45) and second.paired_ms == pytest.approx(0.4) and second.checks["equal"]
+    assert second.pct_nominal is None and second.p10_ms is None and second.steps is None
 
 
 def test_paired_differences_and_rank_correlation() -> None:

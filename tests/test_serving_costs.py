@@ -7,10 +7,15 @@ from pathlib import Path
 import pytest
 
 from experiments import serving_costs
+from experiments.serving_costs import Asked
 from mk.compose import load_config
 from mk.engine.prefix_cache import Hit, PrefixCache
+from mk.engine.request import Delivery
 from mk.errors import MkError
 from mk.rows import Row, read_rows
+from tests.promotion import committed, folder_of, no, repository, require_kept
+
+__all__ = ["committed", "repository"]
 
 SMALL = [
     "experiment=serving_costs",
@@ -40,8 +45,10 @@ def run(tmp_path: Path, *overrides: str) -> tuple[int, list[Row]]:
     return status, read_rows(folder / "rows.jsonl")
 
 
-def test_a_row_for_the_cache_and_one_for_every_option_and_batch(tmp_path: Path) -> None:
-    status, (cache, *options) = run(tmp_path)
+def test_a_row_for_the_cache_and_one_for_every_option_and_batch(committed: Path, tmp_path: Path) -> None:
+    status, (cache, *options) = run(tmp_path / "runs")
+    names = ("positions", "logprob_shift", "logprob_shift_most", "wall_ms", "choice_us", "steps")
+    require_kept(committed, folder_of(tmp_path / "runs"), **dict.fromkeys(names, lambda value: value + 1), checks=no)
     assert status == 0 and cache.checks == {"generated_blocks_hit": True}
     assert cache.positions and 0 < cache.positions <= 140
     # not the same bits, or the cold turn was not cold; and float32's rounding, or a page was mistaken
@@ -50,7 +57,7 @@ def test_a_row_for_the_cache_and_one_for_every_option_and_batch(tmp_path: Path) 
         (name, batch) for name in serving_costs.OPTIONS for batch in (1, 2)
     ]
     for row in options:
-        assert row.wall_ms and row.steps == 2
+        assert row.wall_ms and row.steps == 2 and row.checks == {"all_tokens_came": True}
         on_host = row.sampling in ("logprobs 20", "min_p 0.1")
         assert (row.choice_us is not None) == on_host
 
@@ -59,6 +66,20 @@ def test_a_cache_that_misses_is_noticed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(PrefixCache, "match", lambda self, hashes: Hit())
     status, (cache, *_) = run(tmp_path, "experiment.batches=[1]")
     assert status == 1 and cache.checks == {"generated_blocks_hit": False}
+
+
+def test_an_option_whose_tokens_do_not_come_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Asked._take
+
+    def forgetful(self: Asked, delivery: Delivery) -> None:
+        take(self, delivery)
+        if self.request.id == "row 0":
+            del self.sampled[1:]
+
+    monkeypatch.setattr(Asked, "_take", forgetful)
+    status, (cache, *options) = run(tmp_path, "experiment.batches=[1]")
+    assert status == 1 and cache.checks == {"generated_blocks_hit": True}
+    assert all(row.checks == {"all_tokens_came": False} for row in options)
 
 
 def test_what_it_cannot_measure_is_refused(tmp_path: Path) -> None:

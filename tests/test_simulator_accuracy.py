@@ -10,13 +10,19 @@ import pytest
 from experiments import simulator_accuracy
 from mk.compose import load_config
 from mk.errors import MkError
-from mk.rows import read_rows
+from tests.promotion import committed, folder_of, repository, require_kept
+
+__all__ = ["committed", "repository"]
 
 
-def test_it_ranks_and_times_what_a_card_has_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_ranks_and_times_what_a_card_has_run(
+    committed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A dozen schedules and more, both batches: the bar is a rank correlation of 0.8 and a mean error of 10 %."""
-    assert simulator_accuracy.main(load_config(["experiment=simulator_accuracy", f"run_dir={tmp_path}"])) == 0
-    rows = read_rows(next(tmp_path.glob("**/rows.jsonl")))
+    assert simulator_accuracy.main(load_config(["experiment=simulator_accuracy", f"run_dir={tmp_path / 'runs'}"])) == 0
+    names = ("schedules", "rank_correlation", "mean_error")
+    folder = folder_of(tmp_path / "runs")
+    rows = require_kept(committed, folder, **dict.fromkeys(names, lambda value: value + 1))
     assert [row.batch for row in rows] == [1, 8] and all(row.schedules >= 12 for row in rows)
     assert all(row.rank_correlation >= 0.8 - 1e-9 and row.mean_error < 0.1 for row in rows)
     assert all(row.clock == "simulated" and row.engine == "simulator" for row in rows)

@@ -34,9 +34,8 @@ RUN = [
 
 
 def one(schedule: str, slow_ns: int, p50: float, tiles: float, logits: float = 0.5) -> Run:
-    return Run(
-        schedule, slow_ns, Timing([p50], p50, [4.0], True, torch.zeros(0)), tiles, 10.0, torch.full((1, 4), logits)
-    )
+    timing = Timing([p50], p50, [4.0], True, "0" * 16, torch.zeros(0))
+    return Run(schedule, slow_ns, timing, tiles, 10.0, torch.full((1, 4), logits))
 
 
 def test_verdicts_and_table() -> None:

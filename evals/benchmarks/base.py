@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from evals.figures import share
 from evals.sandbox.sandbox import Sandbox
 from mk.config import BenchmarkConfig
 
@@ -74,7 +74,7 @@ class Benchmark:
 
 
 def mean_correct(scores: Sequence[Score]) -> float:
-    return statistics.fmean(score.correct for score in scores) if scores else 0.0
+    return share([score.correct for score in scores])
 
 
 def last_code_block(content: str) -> str | None:

@@ -61,6 +61,9 @@ class ScriptedEngine:
         self.pools = {kind: np.full((pages[kind], PAGE), NO_TOKEN, np.int64) for kind in KINDS}
         self._sampled = [0] * rows
 
+    def executed_hash(self) -> None:
+        return None
+
     def prefill(self, row: int, tokens: Sequence[int], start: int = 0, every: bool = False) -> Logits:
         end = start + len(tokens)
         self.pages.reserve(row, end, since=start)

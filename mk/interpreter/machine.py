@@ -18,6 +18,7 @@ from mk.isa import ISA, NONE, Word
 from mk.kv import KVCache
 from mk.model.packing import PackedWeights
 from mk.routing import Router
+from mk.schedule.identity import executed_hash
 from mk.schedule.lower import Program
 from mk.threads import threads_for
 
@@ -81,6 +82,7 @@ class Machine:
             self.lists.append([self._compile(bench, words, sm) for words in program.track(track).tolist()])
         self.epoch = epoch
         self.counters = Counters(program, epoch)
+        self._loaded = epoch, list(self.counters.values)
 
     def _compile(self, bench: Bench, words: list[int], sm: int) -> Compiled:
         op = ISA.rows.get(words[Word.OPCODE])
@@ -89,7 +91,7 @@ class Machine:
             raise MkError(f"{name} has no executor", hint="see mk/ADDING_AN_OP.md")
         run = EXECUTORS[op.name](bench, Task(words, sm, bench.memory.private[sm]))
         value = words[Word.SIGNAL_VALUE] if words[Word.SIGNAL] != NONE else 0
-        return Compiled(run, waits_of(words), words[Word.SIGNAL], value)
+        return Compiled(run, waits_of(words), words[Word.SIGNAL], value, words)
 
     def step(self, inputs: StepInputs) -> StepOutputs:
         """Decode one token in every active row. See `run`."""
@@ -130,6 +132,17 @@ class Machine:
         for out, events in zip(outputs, trace or (), strict=False):
             out.trace = events
         return outputs
+
+    def executed_hash(self) -> str:
+        """Of the descriptors that ran, the lists that they stood in, and what they added to the counters. Raises
+        MkError before the first step since `load`, and where it is not the program's hash."""
+        if self.program is None:
+            raise MkError("no program is loaded", hint="Machine.load first")
+        words = np.array([task.words for track in self.lists for task in track], np.int32)
+        offsets = np.cumsum([0, *map(len, self.lists)]).astype(np.int32)
+        epoch, before = self._loaded
+        start, end = (np.array(values, np.uint32) for values in (before, self.counters.values))
+        return executed_hash(self.program, words, offsets, start, end, self.epoch - epoch)
 
     def poison(self) -> None:
         """Fill every buffer with NaN between steps: whatever a task reads must have been written in its own step."""

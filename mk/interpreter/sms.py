@@ -36,12 +36,13 @@ class Wait:
 
 @dataclass(slots=True)
 class Compiled:
-    """A descriptor ready to run."""
+    """A descriptor ready to run. words: as it was read."""
 
     run: Run
     waits: tuple[Wait, ...]
     signal: int
     value: int
+    words: list[int]
 
 
 @dataclass(slots=True)

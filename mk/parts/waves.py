@@ -26,6 +26,7 @@ class WaveResult:
 
     name: str
     differences: list[Difference]
+    executed: str  # hash of the schedule that the tested one ran
 
     @property
     def passed(self) -> bool:
@@ -66,7 +67,7 @@ def compare_waves(
             found.append(_same("TOKENS", "tokens", *tokens))
         if look is not None:
             look(part, tested.memory, units)
-        yield WaveResult(part.cut.name, found)
+        yield WaveResult(part.cut.name, found, tested.executed_hash())
 
 
 def _layers_of(part: Program, op: str) -> list[int]:

@@ -49,6 +49,10 @@ class Worker(Protocol):
         """
         ...
 
+    def executed_hash(self) -> str:
+        """Of the part that ran last, read back from the machine."""
+        ...
+
 
 class _Fixed:
     """A routing mode that answers with given ids."""
@@ -76,6 +80,9 @@ class InterpreterWorker:
                 name = "the step" if part.cut is None else part.cut.name
                 raise MkError(f"{name}: row {row} has status {flags}", hint="the flags are in mk/interpreter/step.py")
         return out.expert_ids
+
+    def executed_hash(self) -> str:
+        return self.machine.executed_hash()
 
 
 class KernelWorker:
@@ -112,3 +119,6 @@ class KernelWorker:
         topks = part.words[part.words[:, Word.OPCODE] == ISA.named("topk").opcode, Word.LAYER]
         idle = np.array(inputs.keys)[:, None] == 0
         return {layer: np.where(idle, -1, ids[layer]) for layer in np.unique(topks).tolist()}
+
+    def executed_hash(self) -> str:
+        return self.runtime.executed_hash()

@@ -7,7 +7,6 @@ when they signalled. So a track polls a counter once a phase, and signals a phas
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ import numpy.typing as npt
 from mk.errors import MkError
 from mk.graph import LAST_WAVES, StepShape, resolve
 from mk.isa import ISA, LOCAL_BUFFERS, NONE, Access, Buffer, Flag, Op, Word, Words
+from mk.schedule.identity import schedule_hash
 from mk.schedule.orders import check_order
 from mk.schedule.placement import Placement, SmIds, make_placement
 
@@ -97,11 +97,8 @@ class Program:
 
     @property
     def schedule_hash(self) -> str:
-        """Hash of everything that is executed: descriptors, their tracks, counter increments."""
-        digest = hashlib.sha256(self.words.tobytes())
-        digest.update(self.offsets.tobytes())
-        digest.update(np.array([counter.per_step for counter in self.counters], np.int32).tobytes())
-        return digest.hexdigest()[:16]
+        """Hash of everything that is to be executed: descriptors, their tracks, counter increments."""
+        return schedule_hash(self.words, self.offsets, np.array([of.per_step for of in self.counters], np.int32))
 
 
 @dataclass(slots=True)
