@@ -41,9 +41,11 @@ def interpreted(rows: int = 3, pages: Mapping[str, int] | None = None, seed: int
     return MachineEngine(weights(), PLAN, rows, CONTEXT, chunk=32, seed=seed, pages=pages, sizes=every_size(rows))
 
 
-def scripted(script: Any = successor, rows: int = 3, pages: Mapping[str, int] | None = None) -> ScriptedEngine:
+def scripted(
+    script: Any = successor, rows: int = 3, pages: Mapping[str, int] | None = None, ahead: int = 4
+) -> ScriptedEngine:
     pages = pages or {"full": 24, "sliding": 24}
-    return ScriptedEngine(GEOMETRY, script, rows, CONTEXT, pages, seed=1, sizes=every_size(rows))
+    return ScriptedEngine(GEOMETRY, script, rows, CONTEXT, pages, seed=1, sizes=every_size(rows), ahead=ahead)
 
 
 POLICY: dict[str, Any] = {
@@ -53,8 +55,7 @@ POLICY: dict[str, Any] = {
     "cache": True,
     "cache_generated": True,
     "deliver": 1,
-    "run": 64,
-    "ahead": 4,
+    "held": 64,
 }
 
 

@@ -51,7 +51,7 @@ def stand_in(device: FakeLibrary, rows: int, pages: dict[str, int]) -> CudaEngin
 def test_greedy_tokens_of_a_run_are_the_kernels_in_any_company(fake_device: FakeLibrary) -> None:
     """The stand-in's logits follow from a row's last token and context, so a row that is fed wrongly shows."""
     found = [Answer(prompt(length, seed), count) for seed, (length, count) in enumerate(((5, 60), (100, 33), (70, 48)))]
-    engine = core(stand_in(fake_device, 2, PAGES), ahead=3)
+    engine = core(stand_in(fake_device, 2, PAGES))
     for answer in found:
         engine.submit(answer.request)
         engine.tick()
@@ -114,7 +114,7 @@ def test_on_a_card_company_chunks_preemption_and_hits_change_no_bit(library: Any
     for answer in expected:
         run(core(on_card(library, 1, products), cache=False, chunk=64), answer)
     assert all(answer.finish in ("stop", "length") for answer in expected)
-    for policy in ({"chunk": 64}, {"chunk": 50, "prefill": "pause", "run": 1}):
+    for policy in ({"chunk": 64}, {"chunk": 50, "prefill": "pause", "held": 1}):
         found = answers()
         run(core(on_card(library, 4, products), **policy), *found)
         assert same(found, expected), policy

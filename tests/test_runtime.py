@@ -17,7 +17,7 @@ from mk.isa import NONE, Word
 from mk.kv import KINDS, PageAllocator
 from mk.model.packing import PackedWeights
 from mk.programs import Plan
-from mk.ring import MIN_WINDOW, UNSAFE_SLOTS
+from mk.ring import MIN_WINDOW, RING_SLOTS, UNSAFE_SLOTS
 from mk.runtime import Runtime, StepAborted
 from mk.sampling import SamplingParams
 from mk.schedule.lower import Program
@@ -74,7 +74,7 @@ def test_without_a_card_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch)
         DeviceFacts.read()
 
 
-MAX_WINDOW = FakeLibrary().mk_ring_slots() - UNSAFE_SLOTS
+MAX_WINDOW = RING_SLOTS - UNSAFE_SLOTS
 
 
 @pytest.mark.parametrize("window", [MIN_WINDOW - 1, MAX_WINDOW + 1])

@@ -1,27 +1,28 @@
 """The scheduler: which request is computed when, in which slot, and on which pages.
 
-One `tick` is one chunk of a prompt or one decode step of all running requests. Nothing here depends on time, and
-nothing that a request is told depends on its neighbours: the engine computes rows independently of each other, of how a
-prompt is cut and of where pages lie; a preempted request's pages are copied to host memory and back, never recomputed;
-and blocks that requests share hold the bits that each would have computed.
+One `tick` is one chunk of a prompt, or a run of decode steps. The engine's loop owns a run: it launches steps by itself
+and is parked only for what cannot be done while they follow one another, which is to admit, to retire and to change the
+batch. Nothing here depends on time, and nothing that a request is told depends on its neighbours: the engine computes
+rows independently of each other, of how a prompt is cut and of where pages lie; a preempted request's pages are copied
+to host memory and back, never recomputed; and blocks that requests share hold the bits that each would have computed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from mk.decode_loop import LoopStep, Parked, Run
+from mk.decode_loop import finish as finish_run
 from mk.engine.logits import logprobs_of, needs_logits, pick
 from mk.engine.prefix_cache import Hit, PrefixCache, extend_hashes
 from mk.engine.request import GREEDY, Delivery, Phase, Request, Sampled
 from mk.engines import PagedEngine
 from mk.errors import MkError
-from mk.host_ring import StepTokens
 from mk.interpreter import Status, StepOutputs
 from mk.kv import ABSENT, KINDS, OutOfPages, blocks_of, first_visible, kv_layers
 from mk.model.geometry import PAGE
@@ -34,9 +35,8 @@ class Policy:
 
     chunk: prompt tokens computed at a time. prefill: "pause" computes a prompt to its end, "interleave" runs
     `steps_between` decode steps after each chunk. cache, cache_generated: whether full blocks of prompts, and those
-    with generated tokens, are kept for later requests. deliver: tokens that are delivered at a time. run, ahead: decode
-    steps that are begun together while nothing else is to be done, and how far the engine may be beyond what has been
-    looked at.
+    with generated tokens, are kept for later requests. deliver: tokens that are delivered at a time. held: decode steps
+    that a request has pages for beforehand.
     """
 
     chunk: int
@@ -45,8 +45,7 @@ class Policy:
     cache: bool
     cache_generated: bool
     deliver: int
-    run: int
-    ahead: int
+    held: int
 
 
 @dataclass(slots=True)
@@ -71,7 +70,11 @@ class Core:
         self.cache = PrefixCache(self.pages) if policy.cache else None
         self.slots: list[Request | None] = [None] * engine.rows
         self.totals = Totals()
-        self.interrupted: Callable[[], bool] = lambda: False  # whether a run of steps is to end: somebody waits
+        # called between the steps of a run: takes in what has come meanwhile, and says whether the run is to end
+        self.attend: Callable[[], bool] = lambda: False
+        self._batch: dict[int, Request] = {}  # of a run under way, by slot
+        self._leaving: list[Request] = []  # cancelled ones of them
+        self._arrived = False  # whether anybody has been queued since a run last looked
         self._queue: list[tuple[int, Request]] = []  # by arrival; new ones and preempted ones
         self._arrivals = 0
         self._steps_since_chunk = 0
@@ -117,6 +120,7 @@ class Core:
             raise MkError(f"{len(request.prompt)} tokens and {request.params.max_tokens} new ones exceed {context}")
         request.arrival = self._arrivals
         self._arrivals += 1
+        self._arrived = True
         heapq.heappush(self._queue, (request.arrival, request))
 
     def refuse(self, request: Request, why: str) -> None:
@@ -124,8 +128,10 @@ class Core:
         self._finish(request, "error", why)
 
     def cancel(self, request: Request) -> None:
-        """End a request now, wherever it stands."""
-        if request.phase is not Phase.FINISHED:
+        """End a request, wherever it stands: one of a run under way when that is parked, any other now."""
+        if self._batch.get(request.slot) is request:
+            self._leaving.append(request)
+        elif request.phase is not Phase.FINISHED:
             self._finish(request, "cancelled")
 
     def fail_all(self, message: str) -> None:
@@ -136,7 +142,7 @@ class Core:
             self.cache.clear()
 
     def tick(self) -> bool:
-        """One chunk or one step; False if there is nothing to do."""
+        """One chunk or one run of steps; False if there is nothing to do."""
         self._admit()
         running = self.running
         prefilling = [r for r in running if r.phase is Phase.PREFILL]
@@ -146,8 +152,7 @@ class Core:
             self._steps_since_chunk = 0
             self._prefill(prefilling[0])
         elif decoding:
-            self._steps_since_chunk += 1
-            self._decode(decoding)
+            self._decode(decoding, self.policy.steps_between - self._steps_since_chunk if prefilling else None)
         return bool(running)
 
     # ---- admission and preemption ----
@@ -160,7 +165,7 @@ class Core:
         if kind == "full":
             return blocks_of(tokens)
         straddled = 2  # both the window and what is in flight may begin inside a block
-        in_flight = max(self.policy.chunk, self.policy.run)
+        in_flight = max(self.policy.chunk, self.policy.held)
         window = blocks_of(self.engine.geometry.window_keys) + blocks_of(in_flight) + straddled
         return min(blocks_of(tokens), window)
 
@@ -307,8 +312,8 @@ class Core:
 
     # ---- steps ----
 
-    def _decode(self, requests: Sequence[Request]) -> None:
-        """One token more for each request that has the pages for it."""
+    def _decode(self, requests: Sequence[Request], steps: int | None) -> None:
+        """A run of all requests that have the pages for it, of at most `steps`; of one where a token is picked here."""
         for request in requests:
             if request.phase is Phase.DECODE:  # not preempted for an earlier one
                 self._reserve(request, request.context)
@@ -316,24 +321,79 @@ class Core:
         if not decoding:
             return
         rows = self._gather(decoding)
-        batch = sorted(((request.slot, request) for request in decoding), key=lambda entry: entry[0])
+        batch = {request.slot: request for request in decoding}
         tokens, keys, sampling = [0] * rows, [0] * rows, [GREEDY] * rows
-        on_host = {slot: needs_logits(request, self._ends(request)) for slot, request in batch}
-        for slot, request in batch:
+        on_host = {slot for slot, request in batch.items() if needs_logits(request, self._ends(request))}
+        for slot, request in batch.items():
             tokens[slot], keys[slot] = request.tokens[-1], request.context
-            if not on_host[slot]:
+            if slot not in on_host:
                 sampling[slot] = request.params.sampling
-        steps = 1 if any(on_host.values()) else self._steps_without_looking([request for _, request in batch])
-        if steps == 1:
-            self._account(batch, on_host, self.engine.step(tokens, keys, sampling, details=any(on_host.values())))
+        if on_host:
+            self._account(batch, self.engine.step(tokens, keys, sampling), on_host)
             return
-        run = self.engine.run(tokens, keys, sampling, steps, self.policy.ahead)
-        # a request that ends gives its pages back before steps under way have ended, but nobody gets pages before then
-        with self.pages.window_kept(), contextlib.closing(run):
-            for out in run:
-                self._account(batch, on_host, out)
-                if self.interrupted() or any(request.phase is Phase.FINISHED for _, request in batch):
-                    break
+        self._hold_more(decoding)
+        budgets, ends = [0] * rows, [frozenset[int]()] * rows
+        for slot, request in batch.items():
+            budgets[slot] = request.params.max_tokens - len(request.tokens)
+            ends[slot] = self._ends(request)
+        self._run(batch, Run(tokens, keys, sampling, self._held(rows), budgets, ends, steps))
+
+    def _run(self, batch: dict[int, Request], run: Run) -> None:
+        """A run from its start to its park.
+
+        A request that ends gives its pages back at once; nobody gets any before the steps that write to them are over.
+        """
+        loop, parking = self.engine.loop, False
+        loop.resume(run)
+        self._batch, self._arrived = batch, False
+        try:
+            while steps := loop.read():
+                for step in steps:
+                    self._account(batch, step)
+                parking = self.attend() or self._wants_park() or parking
+                if parking:
+                    loop.park()
+                elif self._hold_more(list(batch.values())):
+                    loop.grant(self._held(len(run.keys)))
+        finally:
+            self._batch = {}
+            leaving, self._leaving = self._leaving, []
+            if loop.parked is Parked.RUNNING:  # something else than the loop has failed
+                loop.park()
+                finish_run(loop)
+        for request in leaving:
+            self.cancel(request)
+
+    def _wants_park(self) -> bool:
+        """Whether there is something to do that the run under way is in the way of."""
+        if self._leaving or any(request.phase is Phase.FINISHED for request in self._batch.values()):
+            return True
+        arrived, self._arrived = self._arrived, False
+        if not (arrived and self._queue and None in self.slots):
+            return False
+        first = self._queue[0][1]
+        return self._fits(first, self._lookup(first))
+
+    def _held(self, rows: int) -> list[int]:
+        return [self.pages.held(slot) for slot in range(rows)]
+
+    def _hold_more(self, batch: Sequence[Request]) -> bool:
+        """Pages for requests that have less than half of their share beforehand; whether any were had.
+
+        Where there are none, the run ends when it must.
+        """
+        more = False
+        for request in batch:
+            last = len(request.prompt) + request.params.max_tokens - 1  # the last token is never put in the cache
+            if self.pages.held(request.slot) >= min(request.context + self.policy.held // 2, last):
+                continue
+            try:
+                self.pages.release_window(request.slot, request.computed)
+                self.pages.reserve(request.slot, min(request.context + self.policy.held - 1, last), request.computed)
+            except OutOfPages:
+                continue
+            more = True
+        return more
 
     def _gather(self, decoding: Sequence[Request]) -> int:
         """Move requests into the first slots, as many as the smallest built batch that holds them has; its size."""
@@ -353,31 +413,22 @@ class Core:
             if (request := self.slots[place]) is not None:
                 request.slot = place
 
-    def _steps_without_looking(self, batch: Sequence[Request]) -> int:
-        """How many steps may be begun together: none of the requests is sure to end before, and all have the pages."""
-        if self._queue or any(r is not None and r.phase is Phase.PREFILL for r in self.slots):
-            return 1
-        steps = min(self.policy.run, *(r.params.max_tokens - len(r.tokens) for r in batch))
-        try:
-            for request in batch:
-                self.pages.reserve(request.slot, request.context + steps - 1, since=request.computed)
-        except OutOfPages:
-            return 1
-        return steps
-
     def _account(
-        self, batch: Sequence[tuple[int, Request]], on_host: Mapping[int, bool], out: StepOutputs | StepTokens
+        self, batch: Mapping[int, Request], out: StepOutputs | LoopStep, on_host: Collection[int] = ()
     ) -> None:
-        """What a step means for its requests."""
+        """What a step means for its requests. on_host: slots whose token is picked here."""
         self.totals.steps[len(out.tokens)] += 1
-        for slot, request in batch:
+        self._steps_since_chunk += 1
+        for slot, request in sorted(batch.items()):
+            if request.phase is Phase.FINISHED:
+                continue
             if out.status[slot]:
                 status = Status(int(out.status[slot])).name
                 self._finish(request, "error", f"the model's numbers are not finite ({status})")
                 continue
             self._publish(request, request.context)
             request.computed = request.context
-            if on_host[slot]:
+            if slot in on_host:
                 assert isinstance(out, StepOutputs)
                 self._take(request, pick(out.logits[slot], request, self._ends(request)), out.logits[slot])
             else:

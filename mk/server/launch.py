@@ -49,8 +49,7 @@ def build_service(config: Config, model: Model, progress: Callable[[int, int], N
         cache=prefix.enabled,
         cache_generated=prefix.enabled and prefix.generated,
         deliver=server.deliver,
-        run=engine_config.run_steps,
-        ahead=engine_config.run_ahead,
+        held=engine_config.held_steps,
     )
     worker = Worker(Core(engine, model.tokenizer.eos, policy))
     return Service(
