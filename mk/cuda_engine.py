@@ -84,7 +84,7 @@ class CudaEngine:
         ahead: int = 3,
         time_limit_s: float = 2.0,
     ) -> None:
-        """weights: on the CPU, where PyTorch's prefill reads them; the device gets its own copy. seed: orders pages.
+        """weights: on the device, or on the CPU, where PyTorch's prefill reads them. seed: orders pages.
 
         products: packed or torch, of the prefill in Triton; None = the one in PyTorch. pages: of each pool; None = as
         many as `rows` contexts need. sizes: batch sizes that a step may have; None = `rows` alone. ahead: steps in

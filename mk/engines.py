@@ -395,8 +395,9 @@ def _cuda_engine(
     plan = card_plan(config)
     library = build_for(config, model.geometry, plan.splits)
     window = config.engine.ring.window_kb * 1024 // SLOT_BYTES
+    on_card = config.prefill.name == "triton"  # else PyTorch's prefill reads them too, on the CPU
     return CudaEngine(
-        model.packed(progress),
+        model.packed(progress, "cuda" if on_card else "cpu"),
         library,
         plan,
         rows,
