@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mk.engine.core import Core, Policy
+from mk.engine.core import Core
+from mk.engine.policy import Policy
 from mk.engine.request import Delivery, GenerationParams, Request, Sampled
 from mk.engine.scripted import SURE, ScriptedEngine
 from mk.engines import MachineEngine

@@ -14,7 +14,8 @@ import uvicorn
 
 from mk.config import Config, config_hash
 from mk.cuda_engine import CudaEngine
-from mk.engine.core import Core, Policy
+from mk.engine.core import Core
+from mk.engine.policy import Policy
 from mk.engine.worker import Worker
 from mk.engines import make_paged_engine
 from mk.errors import MkError
