@@ -283,3 +283,27 @@ class Parity:
 class Rerun:
     name: str
     run: str  # name of a folder in run_dir or results/<card>/, or its path
+
+
+@dataclass(slots=True)
+class ServedStep:
+    name: str
+    batches: list[int]  # whose served steps are compared with the engine's own
+    context: int  # mean keys of a row over those steps, and of the requests that run while a prompt enters
+    steps: int  # timed, of either arm
+    rounds: int  # that they are cut into, both arms in turn, after one more to warm up
+    prompt: int  # tokens of the prompt that enters
+    short: int  # tokens of prompts where interruptions are measured
+    events: int  # of each kind, about as many
+
+    def __post_init__(self) -> None:
+        for key in ("context", "steps", "rounds", "prompt", "short", "events"):
+            require_at_least(f"experiment.{key}", getattr(self, key), 1)
+        if not self.batches:
+            raise MkError("experiment.batches is empty", hint="'experiment.batches=[1,8]'")
+        for batch in self.batches:
+            require_at_least("experiment.batches", batch, 1)
+        if self.rounds > self.steps:
+            raise MkError(f"experiment.rounds={self.rounds} are more than experiment.steps={self.steps}")
+        if self.context <= self.steps // self.rounds // 2:
+            raise MkError(f"experiment.context={self.context} leaves no room for {self.steps} steps around it")

@@ -222,15 +222,15 @@ class EngineConfig:
     handoff: HandoffConfig
     prefill_policy: str  # pause: decode waits for a prompt; interleave: steps run between its chunks
     steps_between_chunks: int  # interleave: how many
-    run_steps: int  # decode steps that are begun together while no request comes or ends
-    run_ahead: int  # of them, how many may be queued beyond the one whose tokens were read
+    held_steps: int  # decode steps that a request holds pages for beforehand
+    run_ahead: int  # steps that may be in flight at a time, beyond those whose tokens the decode loop has read
     prefix_cache: PrefixCacheConfig
     script: str | None = None  # scripted: a JSON file, [{"when": ..., "say": ...}, ...]
 
     def __post_init__(self) -> None:
         require_one_of("engine.numerics", self.numerics, ("float32", "kernel"))
         require_one_of("engine.prefill_policy", self.prefill_policy, ("pause", "interleave"))
-        for key in ("steps_between_chunks", "run_steps", "run_ahead"):
+        for key in ("steps_between_chunks", "held_steps", "run_ahead"):
             require_at_least(f"engine.{key}", getattr(self, key), 1)
         check_optional("engine", self, ("script",) if self.name == "scripted" else ())
 

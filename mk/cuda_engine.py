@@ -5,18 +5,18 @@ Prompts are prefilled by Triton kernels into the kernel's own pages, or in PyTor
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from mk.build import Library
-from mk.host_ring import StepTokens
+from mk.decode_loop import LoopStep, Run, finish
 from mk.interpreter import StepOutputs
 from mk.kv import KINDS, KVCache, PageAllocator, blocks_of, kv_layers, pages_for_contexts
 from mk.model.packing import PackedWeights
+from mk.native_loop import NativeLoop
 from mk.programs import Plan, programs_by_size
 from mk.runtime import Runtime, unpack_keys, unpack_values
 from mk.sampling import SamplingParams
@@ -25,7 +25,6 @@ from prefill.torch_prefill import TorchPrefill
 from prefill.triton_prefill import TritonPrefill
 
 NO_LOGITS = np.empty((0, 0), np.float32)
-AHEAD = 16  # steps that `CudaEngine.run` queues at a time
 
 
 class HostPrefill:
@@ -61,7 +60,7 @@ class HostPrefill:
 
 
 class CudaEngine:
-    """The kernel in two gaits: `step` launches once and reads logits and routing; `run` keeps steps queued.
+    """The kernel, its pages and prefill. `loop` launches all steps; `step` has it launch one, and reads what it left.
 
     The kernel draws the tokens of either. Routing is the model's own.
     """
@@ -82,22 +81,24 @@ class CudaEngine:
         device: str = "cuda",
         pages: Mapping[str, int] | None = None,
         sizes: Sequence[int] | None = None,
+        ahead: int = 3,
+        time_limit_s: float = 2.0,
     ) -> None:
-        """weights: on the CPU, where PyTorch's prefill reads them; the device gets its own copy. seed: orders pages.
+        """weights: on the device, or on the CPU, where PyTorch's prefill reads them. seed: orders pages.
 
         products: packed or torch, of the prefill in Triton; None = the one in PyTorch. pages: of each pool; None = as
-        many as `rows` contexts need. sizes: batch sizes that a step may have; None = `rows` alone. Raises MkError for a
-        device, a library or a plan that does not fit.
+        many as `rows` contexts need. sizes: batch sizes that a step may have; None = `rows` alone. ahead: steps in
+        flight at most. time_limit_s: of a step. Raises MkError for a device, a library or a plan that does not fit.
         """
         self.geometry = g = weights.geometry
         self.rows, self.context = rows, context
         self.sizes = (rows,) if sizes is None else tuple(sizes)
-        counts = pages or pages_for_contexts(g, rows, context, chunk, paged_chunk=products is not None, ahead=AHEAD)
+        counts = pages or pages_for_contexts(g, rows, context, chunk, paged_chunk=products is not None)
         self.pages = PageAllocator(g, counts, rows, blocks_of(context), seed)
         copy = PackedWeights(weights.slots.to(device), weights.norms.to(device), weights.layout, g)
-        self.runtime = Runtime(library, copy, counts, blocks_of(context), context, window_slots)
+        self.runtime = Runtime(library, copy, counts, blocks_of(context), context, window_slots, time_limit_s)
         self.programs = programs_by_size(g, self.sizes, plan)
-        self.program: Program | None = None
+        self.loop = NativeLoop(self.runtime, self.pages.table, self._choose, ahead)
         self._prefill: TritonPrefill | HostPrefill
         if products is None:
             self._prefill = HostPrefill(weights, self.runtime, counts, chunk)
@@ -110,6 +111,10 @@ class CudaEngine:
     def executed_hash(self) -> str | None:
         return None if self.program is None else self.runtime.executed_hash()
 
+    @property
+    def program(self) -> Program | None:
+        return self.runtime.program
+
     def prefill(self, row: int, tokens: Sequence[int], start: int = 0, every: bool = False) -> npt.NDArray[np.float32]:
         with torch.cuda.stream(self.runtime.stream):  # in turn with steps, which read the same pages
             return self._prefill.run(self.pages, row, tokens, start, every)
@@ -121,39 +126,15 @@ class CudaEngine:
         sampling: Sequence[SamplingParams],
         details: bool = True,
     ) -> StepOutputs:
-        launch = self._queue(tokens, keys, sampling, 1)[0]
-        found = self.runtime.tokens_of(launch)
+        self.pages.advance(keys)
+        fed = self._sampled if tokens is None else tokens
+        fed = [token if length else 0 for token, length in zip(fed, keys, strict=True)]
+        rows = len(keys)
+        held = [self.pages.held(row) for row in range(rows)]
+        self.loop.resume(Run(fed, keys, sampling, held, [1] * rows, [frozenset()] * rows))
+        (found,) = finish(self.loop)
         self._sampled = np.maximum(found.tokens, 0).tolist()
         return self._outputs(keys, found) if details else StepOutputs(found.tokens, found.status, NO_LOGITS)
-
-    def run(
-        self,
-        tokens: Sequence[int] | None,
-        keys: Sequence[int],
-        sampling: Sequence[SamplingParams],
-        steps: int,
-        ahead: int = AHEAD,
-    ) -> Generator[StepTokens, None, None]:
-        """Decode `steps` tokens in every active row, arguments as `step`'s; each step's as soon as they are sampled.
-
-        The device is always `ahead` steps or more ahead: a row that ends early has been decoded for nothing until the
-        caller closes the iterator, which waits for what is queued. Raises MkError as `step` does.
-        """
-        waiting: deque[int] = deque()
-        queued = 0
-        try:
-            for _ in range(steps):
-                while queued < steps and len(waiting) <= ahead:
-                    grown = [length + queued if length else 0 for length in keys]
-                    burst = min(ahead, steps - queued)
-                    waiting += self._queue(tokens, grown, sampling, burst, follows=queued > 0)
-                    queued += burst
-                found = self.runtime.tokens_of(waiting.popleft())
-                self._sampled = np.maximum(found.tokens, 0).tolist()
-                yield found
-        finally:
-            if waiting:
-                self.runtime.finish()
 
     def free(self, row: int) -> None:
         self.pages.free(row)
@@ -167,33 +148,13 @@ class CudaEngine:
             pool = self.runtime[f"pool_{kind}"]
             pool[list(pages)] = values.to(pool.device)
 
-    def _queue(
-        self,
-        tokens: Sequence[int] | None,
-        keys: Sequence[int],
-        sampling: Sequence[SamplingParams],
-        steps: int,
-        follows: bool = False,
-    ) -> list[int]:
-        """Launches `steps` steps, without waiting for any; their numbers. `follows`: the last one queued, not read."""
-        last = [length + steps - 1 if length else 0 for length in keys]
-        program = self.programs[len(keys)].fit(self.program, max(last), any(not params.greedy for params in sampling))
-        if program is not self.program:
-            self.program = program
-            self.runtime.load(program)
-        self.pages.advance(keys)
-        for row, length in enumerate(last):
-            if length:
-                self.pages.reserve(row, length)
-        self.runtime.set_tables(self.pages.table.table)
-        fed = None
-        if not follows:
-            fed = self._sampled if tokens is None else tokens
-            fed = [token if length else 0 for token, length in zip(fed, keys, strict=True)]
-        self.runtime.set_sequences(keys, fed, steps, sampling)
-        return [self.runtime.launch() for _ in range(steps)]
+    def _choose(self, run: Run) -> Program:
+        """The program with room for all that the rows hold pages for."""
+        active = [held for held, keys in zip(run.held, run.keys, strict=True) if keys]
+        longest = min(max(active, default=1), self.context)
+        return self.programs[len(run.keys)].fit(self.program, longest, any(not p.greedy for p in run.sampling))
 
-    def _outputs(self, keys: Sequence[int], found: StepTokens) -> StepOutputs:
+    def _outputs(self, keys: Sequence[int], found: LoopStep) -> StepOutputs:
         """What the step left on the device, in the interpreter's terms."""
         self.runtime.finish()
         rt, g, active = self.runtime, self.geometry, np.array(keys) > 0

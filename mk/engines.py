@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,10 +18,10 @@ import torch
 from mk.build import build_for, is_built
 from mk.config import Config
 from mk.cuda_engine import CudaEngine
+from mk.decode_loop import DecodeLoop, TwinLoop
 from mk.device import DeviceFacts
 from mk.engine.scripted import Replies, ScriptedEngine
 from mk.errors import MkError
-from mk.host_ring import StepTokens
 from mk.interpreter import Machine, StepInputs, StepOutputs
 from mk.kv import KINDS, KVCache, PageAllocator, blocks_of, pages_for_contexts
 from mk.model.geometry import SLOT_BYTES, Geometry
@@ -48,7 +48,9 @@ class Engine(Protocol):
     geometry: Geometry
     rows: int
     context: int
-    program: Program | None
+
+    @property
+    def program(self) -> Program | None: ...
 
     def executed_hash(self) -> str | None:
         """Of the schedule that the last step executed, read back from the machine; None without one."""
@@ -91,19 +93,9 @@ class PagedEngine(Engine, Protocol):
     pages: PageAllocator
     sizes: tuple[int, ...]
 
-    def run(
-        self,
-        tokens: Sequence[int] | None,
-        keys: Sequence[int],
-        sampling: Sequence[SamplingParams],
-        steps: int,
-        ahead: int,
-    ) -> Generator[StepTokens, None, None]:
-        """Decode `steps` tokens in every active row, arguments as `step`'s; each step's as soon as they are there.
-
-        The engine may be up to twice `ahead` steps further than what it has given; closing the iterator waits for
-        them, and what they wrote lies behind what has been given. Pages for all steps must be had.
-        """
+    @property
+    def loop(self) -> DecodeLoop:
+        """What decodes where nobody has to look at a step's logits. `step`, `prefill` and the copies want it parked."""
         ...
 
     def copy_out(self, kind: str, pages: Sequence[int]) -> Any:
@@ -147,6 +139,7 @@ class MachineEngine:
         self.machine = Machine(weights, self.kv, numerics, seed, router)
         self.programs = programs_by_size(g, self.sizes, plan)
         self.program: Program | None = None
+        self.loop = TwinLoop(self._compute)
         self._prefill: TorchPrefill | InterpretedPrefill
         if prefill == "triton":
             self._prefill = InterpretedPrefill(weights, self.kv, context, numerics, chunk)
@@ -166,27 +159,19 @@ class MachineEngine:
         sampling: Sequence[SamplingParams],
         details: bool = True,
     ) -> StepOutputs:
-        self._fit(len(keys), max(keys), any(not params.greedy for params in sampling))
         self.pages.advance(keys)
+        return self._compute(tokens, keys, sampling)
+
+    def _compute(
+        self, tokens: Sequence[int] | None, keys: Sequence[int], sampling: Sequence[SamplingParams]
+    ) -> StepOutputs:
+        self._fit(len(keys), max(keys), any(not params.greedy for params in sampling))
         table = {kind: self.pages.table[kind][: len(keys)] for kind in KINDS}
         try:
             return self.machine.step(StepInputs(tokens, keys, table, list(sampling)))
         except MkError:
             self.program = None  # its counters stand somewhere in the middle of a step
             raise
-
-    def run(
-        self,
-        tokens: Sequence[int] | None,
-        keys: Sequence[int],
-        sampling: Sequence[SamplingParams],
-        steps: int,
-        ahead: int,
-    ) -> Generator[StepTokens, None, None]:
-        for done in range(steps):
-            grown = [length + done if length else 0 for length in keys]
-            out = self.step(None if done else tokens, grown, sampling)
-            yield StepTokens(out.tokens, out.status)
 
     def free(self, row: int) -> None:
         self.pages.free(row)
@@ -367,7 +352,7 @@ def make_paged_engine(
         return _cuda_engine(config, model, rows, context, pages, progress, sizes)
     if name == "scripted" and pages is not None:
         script = Replies.from_file(model.tokenizer, Path(config.engine.script or ""))
-        return ScriptedEngine(model.geometry, script, rows, context, pages, sizes=sizes)
+        return ScriptedEngine(model.geometry, script, rows, context, pages, sizes=sizes, ahead=config.engine.run_ahead)
     if name != "interpreter":
         raise MkError(f"engine={name} has no paged KV", hint="engine=interpreter")
     return MachineEngine(
@@ -420,8 +405,9 @@ def _cuda_engine(
     plan = card_plan(config)
     library = build_for(config, model.geometry, plan.splits)
     window = config.engine.ring.window_kb * 1024 // SLOT_BYTES
+    on_card = config.prefill.name == "triton"  # else PyTorch's prefill reads them too, on the CPU
     return CudaEngine(
-        model.packed(progress),
+        model.packed(progress, "cuda" if on_card else "cpu"),
         library,
         plan,
         rows,
@@ -431,4 +417,5 @@ def _cuda_engine(
         products=config.prefill.products,
         pages=pages,
         sizes=sizes,
+        ahead=config.engine.run_ahead,
     )

@@ -6,8 +6,7 @@ its window. A page holds 64 tokens of every layer and KV head of its kind, so on
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,18 +38,16 @@ def first_visible(keys: int, window: int | None) -> int:
 
 
 def pages_for_contexts(
-    geometry: Geometry, slots: int, keys: int, chunk: int = 0, paged_chunk: bool = False, ahead: int = 0
+    geometry: Geometry, slots: int, keys: int, chunk: int = 0, paged_chunk: bool = False
 ) -> dict[str, int]:
     """Pages of each kind for `slots` sequences of `keys` tokens, prompts coming in chunks of at most `chunk` tokens.
-
-    ahead: decode steps that are queued before the window's first pages are given back.
 
     A window that straddles blocks has one page more than it fills. While a chunk is computed, its own pages stand
     beside those of the window before it: of the chunk or of its last window, whichever is less, and for one slot at a
     time; or, `paged_chunk`, of all of a chunk that any number of slots may share.
     """
     full = blocks_of(keys)
-    window = min(full, blocks_of(geometry.window_keys + ahead) + 1) if geometry.sliding_layers else 0
+    window = min(full, blocks_of(geometry.window_keys) + 1) if geometry.sliding_layers else 0
     in_flight = min(window, blocks_of(chunk) + 1) if chunk else 0
     sliding = slots * window + in_flight
     if paged_chunk and window:
@@ -100,7 +97,6 @@ class PageAllocator:
     table: PageTable = field(init=False)
     free_pages: dict[str, list[int]] = field(init=False)
     holders: dict[str, Blocks] = field(init=False)  # how many hold each page
-    _window_kept: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.table = PageTable(self.slots, self.max_blocks)
@@ -150,8 +146,6 @@ class PageAllocator:
 
         window: keys visible including the query's own, the geometry's by default.
         """
-        if self._window_kept:
-            return 0
         visible = first_visible(keys + 1, self.geometry.window_keys if window is None else window)
         return self._release(slot, "sliding", visible // PAGE)
 
@@ -165,14 +159,9 @@ class PageAllocator:
                 self.release_window(slot, length - 1)
                 self.reserve(slot, length)
 
-    @contextlib.contextmanager
-    def window_kept(self) -> Iterator[None]:
-        """Inside, nothing leaves a window: steps are under way that may be gone back on."""
-        self._window_kept = True
-        try:
-            yield
-        finally:
-            self._window_kept = False
+    def held(self, slot: int) -> int:
+        """Keys of the longest context that the slot's pages cover."""
+        return PAGE * min(self._end[kind][slot] for kind in KINDS if kv_layers(self.geometry, kind))
 
     def adopt(self, slot: int, blocks: int, pages: Mapping[str, Mapping[int, int]]) -> None:
         """Begin an empty slot with `blocks` blocks that others hold too: kind -> block -> page.
@@ -239,10 +228,10 @@ class KVCache:
 
     @classmethod
     def for_contexts(
-        cls, geometry: Geometry, slots: int, keys: int, chunk: int = 0, paged_chunk: bool = False, ahead: int = 0
+        cls, geometry: Geometry, slots: int, keys: int, chunk: int = 0, paged_chunk: bool = False
     ) -> KVCache:
         """The pages that `pages_for_contexts` counts."""
-        pages = pages_for_contexts(geometry, slots, keys, chunk, paged_chunk, ahead)
+        pages = pages_for_contexts(geometry, slots, keys, chunk, paged_chunk)
         return cls(geometry, pages["full"], pages["sliding"])
 
     def allocator(self, slots: int, max_blocks: int, seed: int | None = None) -> PageAllocator:

@@ -63,7 +63,7 @@ class Row:
     # kernel_correctness: of the layer's part, partial_step: of all parts' hashes, a simulated row: as simulated
     routing_hash: str | None = None  # of the expert ids of all steps, as top-k published them
     tasks: dict[str, int] | None = None  # descriptors by operation
-    arm: str | None = None  # of a comparison: its overrides
+    arm: str | None = None  # of a comparison: its overrides; served_step: own, of the engine alone, or served
     distinct_experts: float | None = None  # that a sparse layer touched in a step, mean over layers and steps
     p50_ms: float | None = None  # of a decode step, a prefill or a kernel, by device timestamps; so are p10 and p90
     p10_ms: float | None = None
@@ -153,6 +153,14 @@ class Row:
     logprob_shift: float | None = None  # of a token behind a hit on generated blocks from that of a cold prompt, mean
     logprob_shift_most: float | None = None  # the same, of one token
     choice_us: float | None = None  # on the host, from logits of 262,144 tokens; left out where the engine chooses
+    event: str | None = None  # between two runs of served steps: park, retire, switch (of batch size), admit
+    interruptions: int | None = None  # that the next two are medians of
+    idle_us: float | None = None  # of the device, beyond the last step before it and prompts computed in between
+    park_us: float | None = None  # from asking the decode loop to its rest
+    prefill_policy: str | None = None  # under which a prompt entered; ttft_ms is of that prompt
+    itl_p50_ms: float | None = None  # between tokens of requests that ran while it did, on the host
+    itl_p99_ms: float | None = None
+    itl_most_ms: float | None = None
     equal_tokens: int | None = None  # before the first difference from the oracle of `checks`, all rows together
     version: str | None = None  # of a baseline
     attention_backend: str | None = None  # as a baseline's log says it was resolved; so are the next four

@@ -244,17 +244,20 @@ class Runtime:
         tokens: Sequence[int] | None = None,
         steps: int = 1,
         sampling: Sequence[SamplingParams] | None = None,
+        held: Sequence[int] | None = None,
     ) -> None:
         """The next step's rows. keys: context lengths with this step's token, 0 = inactive row.
 
         tokens: what each row continues with; None = what the last step sampled. steps: how many may be queued before
-        the next call; with more than one, contexts advance on the device. sampling: one a row, None = greedy. Clears
+        the next call; with more than one, contexts advance on the device. sampling: one a row, None = greedy. held:
+        for a decode loop, which launches in this object's place: the contexts that it may take each row to. Clears
         the rows' status. Raises MkError for a context without room in the program or without pages, and for parameters
         that the program cannot sample by, naming the row.
         """
         if self.program is None:
             raise MkError("no program is loaded", hint="Runtime.load first")
-        if steps > 1 and self.program.cut is not None:
+        advance = steps > 1 or held is not None
+        if advance and self.program.cut is not None:
             raise MkError(f"{self.program.cut.name} is a part of a step: it is run once, not {steps} times")
         shape, g = self.program.shape, self.geometry
         sampling = [SamplingParams()] * shape.rows if sampling is None else sampling
@@ -265,16 +268,12 @@ class Runtime:
             raise MkError(
                 f"row {drawn[0]}: the program only takes the likeliest token", hint="lower it with draws=True"
             )
-        limit = min(shape.bucket, self.max_positions, self.max_blocks * PAGE)
         for row, first in enumerate(keys):
-            last = first + steps - 1
-            if first and not 0 < first <= last <= limit:
-                raise MkError(f"row {row}: contexts of {first} to {last} keys do not fit 1..{limit}")
-            for kind in KINDS if first else ():
-                window = g.window_keys if kind == "sliding" else None
-                held = self._tables[kind][row, first_visible(first, window) // PAGE : blocks_of(last)]
-                if kv_layers(g, kind) and (held < 0).any():
-                    raise MkError(f"row {row}: a context of {last} keys has no {kind} page for some of its blocks")
+            last = first + steps - 1 if held is None else held[row]
+            if first and not 0 < first <= last <= self.longest:
+                raise MkError(f"row {row}: contexts of {first} to {last} keys do not fit 1..{self.longest}")
+            if first:
+                self.require_pages(row, first, last)
             if first and tokens is not None and not 0 <= tokens[row] < g.vocab:
                 raise MkError(f"row {row}: token {tokens[row]} is outside 0..{g.vocab - 1}")
         with torch.cuda.stream(self.stream):
@@ -285,8 +284,23 @@ class Runtime:
                 packed = pack_sampling(sampling, g.vocab)
                 self._upload("sampling", torch.from_numpy(packed.view(np.int64).reshape(MAX_ROWS, -1)))
             self["status"].zero_()
-        self.params.advance = int(steps > 1)
-        self._room = steps if steps > 1 else None
+        self.params.advance = int(advance)
+        self.params.epoch = self.epoch & 0xFFFFFFFF
+        self._room = 0 if held is not None else steps if advance else None
+
+    @property
+    def longest(self) -> int:
+        """The longest context that the loaded program, the positions and the page tables have room for."""
+        assert self.program is not None
+        return min(self.program.shape.bucket, self.max_positions, self.max_blocks * PAGE)
+
+    def require_pages(self, row: int, first: int, last: int) -> None:
+        """Raises MkError where the tables lack a page that a row's contexts of `first` to `last` keys need."""
+        for kind in KINDS:
+            window = self.geometry.window_keys if kind == "sliding" else None
+            held = self._tables[kind][row, first_visible(first, window) // PAGE : blocks_of(last)]
+            if kv_layers(self.geometry, kind) and (held < 0).any():
+                raise MkError(f"row {row}: a context of {last} keys has no {kind} page for some of its blocks")
 
     def force_routing(self, ids: torch.Tensor | None) -> None:
         """From the next launch on top-k takes `ids`, int32 [layers, MAX_ROWS, top_k] on the device, distinct in a row.
@@ -325,11 +339,15 @@ class Runtime:
         code = self.library.mk_launch(ctypes.byref(self.params), ctypes.c_void_p(self.stream.cuda_stream))
         if code:
             raise MkError(f"launch failed: {self.library.mk_error(code).decode()}")
-        self.epoch += 1
-        self.launched += 1
+        self.count_launches(1)
         if self._room is not None:
             self._room -= 1
         return self.launched - 1
+
+    def count_launches(self, count: int) -> None:
+        """Somebody has launched `count` steps with these parameters."""
+        self.epoch += count
+        self.launched += count
 
     def poll(self, launch: int) -> StepTokens | None:
         """What launch number `launch` sampled, as soon as it has and whatever is queued behind it; None before.

@@ -1,4 +1,7 @@
-"""A stand-in for the card: `Runtime` on CPU tensors, with a library whose step is a few lines of Python."""
+"""A stand-in for the card: `Runtime` on CPU tensors, with a library whose step is a few lines of Python.
+
+Served steps are launched by the real decode loop, compiled without CUDA: its thread calls back into Python.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from mk.runtime import Runtime
 from mk.sampling import NO_TOKEN, SamplingParams, sample_row
 from mk.splits import SplitPolicy
 from mk.step_params import HOST_STEPS, ROW_SAMPLING, StepParams
+from tests.loop_rig import IDLE, LAUNCH, STATE, python_card
 
 H200 = DeviceFacts("NVIDIA H200", 132, 227 * 1024, (9, 0))
 
@@ -56,6 +60,13 @@ class FakeLibrary:
         self.runtimes: list[Runtime] = []
         self.launches = 0
         self.fault: Any = None
+        self.refuses = 0  # the error that launches end with
+        self.state = IDLE  # of the stream, as a loop sees it where a step has sampled nothing
+        loop = python_card()
+        self._callbacks = LAUNCH(self._launch_of_loop), STATE(lambda: self.state)
+        loop.play(*self._callbacks)
+        for name in ("start", "resume", "park", "grant", "read", "state", "stop"):
+            setattr(self, f"mk_loop_{name}", getattr(loop, f"mk_loop_{name}"))
 
     @property
     def runtime(self) -> Runtime | None:
@@ -79,8 +90,16 @@ class FakeLibrary:
 
     def mk_launch(self, params: Any, stream: Any) -> int:
         rt = next(made for made in self.runtimes if made.params is params._obj)
+        return self._launch(rt, rt.params.launched)
+
+    def _launch_of_loop(self, params: int, number: int) -> int:
+        return self._launch(next(made for made in self.runtimes if ctypes.addressof(made.params) == params), number)
+
+    def _launch(self, rt: Runtime, number: int) -> int:
+        if self.refuses:
+            return self.refuses
         g = rt.geometry
-        record = rt.ring.records[rt.params.launched % HOST_STEPS]
+        record = rt.ring.records[number % HOST_STEPS]
         record["tokens"], record["status"] = NO_TOKEN, 0
         for row, keys in enumerate(rt["keys"].tolist()[: rt.params.rows]):
             if not keys:
@@ -98,7 +117,7 @@ class FakeLibrary:
             self.fault(rt, self.launches)
         record["status"] = rt["status"].numpy()
         if not int(rt["abort_word"][0]):
-            record["step"] = rt.params.launched + 1
+            record["step"] = number + 1
         self.launches += 1
         return 0
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mk.engine.core import Core, Policy
+from mk.engine.core import Core
+from mk.engine.policy import Policy
 from mk.engine.request import Delivery, GenerationParams, Request, Sampled
 from mk.engine.scripted import SURE, ScriptedEngine
 from mk.engines import MachineEngine
@@ -41,9 +42,11 @@ def interpreted(rows: int = 3, pages: Mapping[str, int] | None = None, seed: int
     return MachineEngine(weights(), PLAN, rows, CONTEXT, chunk=32, seed=seed, pages=pages, sizes=every_size(rows))
 
 
-def scripted(script: Any = successor, rows: int = 3, pages: Mapping[str, int] | None = None) -> ScriptedEngine:
+def scripted(
+    script: Any = successor, rows: int = 3, pages: Mapping[str, int] | None = None, ahead: int = 4
+) -> ScriptedEngine:
     pages = pages or {"full": 24, "sliding": 24}
-    return ScriptedEngine(GEOMETRY, script, rows, CONTEXT, pages, seed=1, sizes=every_size(rows))
+    return ScriptedEngine(GEOMETRY, script, rows, CONTEXT, pages, seed=1, sizes=every_size(rows), ahead=ahead)
 
 
 POLICY: dict[str, Any] = {
@@ -53,8 +56,7 @@ POLICY: dict[str, Any] = {
     "cache": True,
     "cache_generated": True,
     "deliver": 1,
-    "run": 64,
-    "ahead": 4,
+    "held": 64,
 }
 
 

@@ -16,7 +16,8 @@ import uvicorn
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from mk.engine.core import Core, Policy
+from mk.engine.core import Core
+from mk.engine.policy import Policy
 from mk.engine.scripted import Replies, Reply, ScriptedEngine
 from mk.engine.worker import Worker
 from mk.engines import PagedEngine

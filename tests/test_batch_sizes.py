@@ -20,11 +20,13 @@ WARM = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
 
 
 class Watched:
-    """An engine whose steps are noted: (rows of the batch, active ones)."""
+    """An engine whose steps and runs are noted: (rows of the batch, active ones)."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.steps: list[tuple[int, int]] = []
+        resume = engine.loop.resume
+        engine.loop.resume = lambda run: (self._note(run.keys), resume(run))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -32,10 +34,6 @@ class Watched:
     def step(self, tokens: Any, keys: Any, *args: Any, **more: Any) -> Any:
         self._note(keys)
         return self._engine.step(tokens, keys, *args, **more)
-
-    def run(self, tokens: Any, keys: Any, *args: Any) -> Any:
-        self._note(keys)
-        return self._engine.run(tokens, keys, *args)
 
     def _note(self, keys: Any) -> None:
         self.steps.append((len(keys), sum(length > 0 for length in keys)))
@@ -61,7 +59,7 @@ def alone(make: Any) -> list[Answer]:
     return found
 
 
-@pytest.mark.parametrize("policy", [{}, {"run": 1, "prefill": "pause"}, {"steps_between": 2, "chunk": 50}])
+@pytest.mark.parametrize("policy", [{}, {"held": 1, "prefill": "pause"}, {"steps_between": 2, "chunk": 50}])
 @pytest.mark.parametrize("make", [interpreted, scripted], ids=["interpreter", "scripted"])
 def test_the_smallest_batch_that_suffices_is_taken_and_no_bit_changes(make: Any, policy: dict[str, Any]) -> None:
     engine = Watched(make(rows=7, pages={"full": 40, "sliding": 40}))

@@ -10,7 +10,9 @@ import torch
 
 import mk.engines
 from mk.compose import load_config
-from mk.cuda_engine import AHEAD, CudaEngine
+from mk.cuda_engine import CudaEngine
+from mk.decode_loop import CardLost, LoopStep, Parked, Run
+from mk.decode_loop import finish as finish_run
 from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.graph import LAYER_WAVES
@@ -22,6 +24,7 @@ from mk.sampling import SamplingParams, sample_row
 from mk.splits import SplitPolicy
 from tests.device_rig import H200, FakeLibrary, fake_build, fake_device, next_logits
 from tests.interpreter_rig import GEOMETRY, source, weights
+from tests.loop_rig import BUSY
 
 __all__ = ["fake_device"]
 
@@ -77,37 +80,109 @@ def test_rows_are_sampled_by_their_own_parameters(engine: CudaEngine) -> None:
     assert len({id(engine.programs[engine.rows].get(256, draws)) for draws in (False, True)}) == 2
 
 
+def run_of(engine: CudaEngine, token: int, keys: int, params: SamplingParams, budget: int = 400) -> Run:
+    """Row 1 alone, as far as its pages go."""
+    held = [engine.pages.held(row) for row in range(2)]
+    return Run([0, token], [0, keys], [GREEDY, params], held, [0, budget], [frozenset(), frozenset()])
+
+
+def read(engine: CudaEngine, steps: int) -> list[LoopStep]:
+    found: list[LoopStep] = []
+    while len(found) < steps:
+        found += engine.loop.read()
+    return found
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(1.0, 50, 0.9, seed=8)])
-def test_steps_queued_ahead_give_what_single_steps_do(
-    engine: CudaEngine, fake_device: FakeLibrary, sampling: SamplingParams
-) -> None:
-    """Over two changes of page and one of bucket; single steps go on where the iterator was left."""
+def test_a_run_gives_what_single_steps_do(engine: CudaEngine, sampling: SamplingParams) -> None:
+    """Over two changes of page, whose pages come while it goes on, and one of bucket, for which it is parked."""
     engine.prefill(1, PROMPT + PROMPT[:96])
     first, params = 247, [GREEDY, sampling]
     singles = [engine.step([0, 17], [0, first], params)]
-    singles += [engine.step(None, [0, first + step], params) for step in range(1, 60)]
+    singles += [engine.step(None, [0, first + step], params) for step in range(1, 140)]
     engine.free(1)
     engine.prefill(1, PROMPT + PROMPT[:96])
-    before = fake_device.launches
-    ahead = engine.run([0, 17], [0, first], params, 50)
-    found = [next(ahead)]
-    assert 1 < fake_device.launches - before <= 2 * AHEAD
-    found += [next(ahead) for _ in range(39)]
-    ahead.close()
-    assert fake_device.launches - before < 40 + 2 * AHEAD
-    found += [engine.step(None, [0, first + step], params) for step in range(40, 60)]
-    assert [out.tokens.tolist() for out in found] == [out.tokens.tolist() for out in singles]
-    assert all(out.tokens[0] == -1 and not out.status.any() for out in found)
+    engine.pages.advance([0, first])
+    engine.loop.resume(run_of(engine, 17, first, sampling))
+    found = finish_run(engine.loop)
+    assert engine.loop.parked is Parked.ROOM and len(found) == 256 - first + 1
+    engine.pages.advance([0, 257])
+    engine.loop.resume(run_of(engine, int(found[-1].tokens[1]), 257, sampling))
     assert engine.program is not None and engine.program.shape.bucket == 512
+    for keys in (300, 390):
+        engine.pages.reserve(1, keys)
+        engine.loop.grant([engine.pages.held(row) for row in range(2)])
+    found += read(engine, 100)
+    engine.loop.park()
+    found += finish_run(engine.loop)
+    assert engine.loop.parked in (Parked.ASKED, Parked.ROOM)
+    last = len(found)
+    # the engine is where it says it is
+    found += [engine.step([0, int(found[-1].tokens[1])], [0, first + last], params)]
+    assert [out.tokens.tolist() for out in found] == [out.tokens.tolist() for out in singles[: last + 1]]
+    assert [step.number for step in found[:last]] == list(range(140, 140 + last))
+    assert all(out.tokens[0] == -1 and not out.status.any() for out in found)
+    times = [step.started_ns for step in found[:last]]
+    assert times == sorted(set(times))
 
 
-def test_a_step_given_up_ends_the_run(engine: CudaEngine, fake_device: FakeLibrary) -> None:
-    engine.prefill(0, PROMPT[:5])
+def test_a_step_given_up_ends_the_run_after_what_came_before_it(engine: CudaEngine, fake_device: FakeLibrary) -> None:
+    engine.prefill(1, PROMPT[:5])
+    engine.pages.advance([0, 6])
     fake_device.fault = lambda rt, step: rt["abort_word"].fill_(int(step >= 3))
-    ahead = engine.run([9, 0], [6, 0], [GREEDY] * 2, 40)
-    assert len([next(ahead) for _ in range(3)]) == 3
+    engine.loop.resume(run_of(engine, 9, 6, GREEDY))
+    assert len(read(engine, 3)) == 3
     with pytest.raises(StepAborted):
-        next(ahead)
+        engine.loop.read()
+    assert engine.loop.parked is Parked.ABORTED and engine.loop.read() == []
+    fake_device.fault = None
+    engine.loop.resume(run_of(engine, 9, 6, GREEDY, budget=4))
+    assert len(finish_run(engine.loop)) == 4 and engine.loop.parked is Parked.BUDGET
+
+
+def test_a_refused_launch_and_a_card_that_does_not_answer_are_errors(
+    engine: CudaEngine, fake_device: FakeLibrary
+) -> None:
+    engine.prefill(1, PROMPT[:5])
+    engine.pages.advance([0, 6])
+    fake_device.refuses = 719
+    engine.loop.resume(run_of(engine, 9, 6, GREEDY))
+    with pytest.raises(MkError, match="launch failed: error 719"):
+        engine.loop.read()
+    fake_device.refuses = 0
+    engine.loop.resume(run_of(engine, 9, 6, GREEDY, budget=2))
+    with pytest.raises(MkError, match="a run is under way"):
+        engine.loop.resume(run_of(engine, 9, 6, GREEDY))
+    assert len(finish_run(engine.loop)) == 2
+    fake_device.fault, fake_device.state = lambda rt, step: rt["abort_word"].fill_(1), 700  # an error of the stream
+    engine.loop.resume(run_of(engine, 9, 6, GREEDY))
+    with pytest.raises(CardLost, match="the card does not answer: error 700"):
+        engine.loop.read()
+    with pytest.raises(CardLost, match="has been lost"):
+        engine.loop.resume(run_of(engine, 9, 6, GREEDY))
+
+
+def test_a_kernel_that_never_ends_is_an_error_in_time(fake_device: FakeLibrary) -> None:
+    library = fake_build(GEOMETRY, PLAN.splits)
+    made = CudaEngine(weights(), library, PLAN, rows=2, context=400, chunk=64, device="cpu", time_limit_s=0.05)
+    fake_device.runtime = made.runtime
+    made.prefill(1, PROMPT[:5])
+    made.pages.advance([0, 6])
+    fake_device.fault, fake_device.state = lambda rt, step: rt["abort_word"].fill_(1), BUSY
+    made.loop.resume(run_of(made, 9, 6, GREEDY))
+    with pytest.raises(CardLost, match=r"no token and no end of a step in 0\.1 s"):
+        made.loop.read()
+
+
+def test_pages_that_were_not_had_are_not_granted(engine: CudaEngine) -> None:
+    engine.prefill(1, PROMPT[:5])
+    engine.pages.advance([0, 6])
+    engine.loop.resume(run_of(engine, 9, 6, GREEDY, budget=1))
+    with pytest.raises(MkError, match="row 1: a context of 128 keys has no full page"):
+        engine.loop.grant([0, 128])
+    finish_run(engine.loop)
+    with pytest.raises(MkError, match="row 1: a context of 128 keys has no full page"):
+        engine.loop.resume(Run([0, 9], [0, 6], [GREEDY] * 2, [0, 128], [0, 5], [frozenset()] * 2))
 
 
 def test_a_row_whose_logits_are_not_finite_has_no_token(engine: CudaEngine, fake_device: FakeLibrary) -> None:

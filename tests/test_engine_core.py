@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -70,9 +71,9 @@ def same(found: Sequence[Answer], expected: Sequence[Answer]) -> bool:
         {"prefill": "interleave", "steps_between": 3, "chunk": 50},
         {"chunk": 7, "deliver": 4},
         {"chunk": 200, "cache": False},
-        {"run": 1},
+        {"held": 1},
     ],
-    ids=["pause", "interleave", "chunks of 7", "whole prompts", "step by step"],
+    ids=["pause", "interleave", "chunks of 7", "whole prompts", "pages when they are needed"],
 )
 def test_neighbours_and_chunks_change_no_bit(expected: list[Answer], policy: dict) -> None:
     found = answers()
@@ -99,18 +100,18 @@ def test_preemption_changes_no_bit(make: object) -> None:
     assert same(found, alone(make))
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 5])
-def test_steps_that_were_begun_too_many_are_gone_back_on(ahead: int) -> None:
-    """The engine has run past a token that ends a request, or past a newcomer: across a page, past the window."""
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_a_run_that_is_parked_at_any_step_loses_and_repeats_none(ahead: int) -> None:
+    """For somebody who interrupts, for newcomers, for a request that ends while steps beyond its end are under way."""
     for interrupt in range(1, 140, 13):
-        engine = core(scripted(rows=3), ahead=ahead, cache_generated=interrupt % 2 == 0)
+        engine = core(scripted(rows=3, ahead=ahead), cache_generated=interrupt % 2 == 0, held=1 + interrupt % 70)
         first, second, late = (
             Answer(prompt(40, 1), 150),
             Answer(prompt(30, 2), 5 + interrupt),
             Answer(prompt(70, 3), 60),
         )
         steps = iter(range(10_000))
-        engine.interrupted = lambda: next(steps) % interrupt == interrupt - 1  # noqa: B023
+        engine.attend = lambda: next(steps) % interrupt == interrupt - 1  # noqa: B023
         engine.submit(first.request)
         engine.submit(second.request)
         for _ in range(4):
@@ -119,8 +120,52 @@ def test_steps_that_were_begun_too_many_are_gone_back_on(ahead: int) -> None:
         finish(engine)
         for answer in (first, second, late):
             cold = Answer(answer.request.prompt, answer.request.params.max_tokens)
-            run(core(scripted(rows=1), cache=False, run=1), cold)
+            run(core(scripted(rows=1), cache=False), cold)
             assert answer.tokens == cold.tokens
+
+
+def test_a_run_is_parked_only_for_what_can_be_done() -> None:
+    """Pages come while it goes on; a request that finds no slot waits for one that ends, and nothing else is parked."""
+    runs, engine = [], core(scripted(rows=2))
+    resume = engine.engine.loop.resume
+    engine.engine.loop.resume = lambda given: (runs.append(given), resume(given))  # type: ignore[method-assign]
+    first, second, third = (Answer(prompt(20, seed), count) for seed, count in enumerate((250, 100, 60)))
+    for answer in (first, second):
+        engine.submit(answer.request)
+    steps = itertools.count()
+
+    def attend() -> bool:
+        if next(steps) == 30:
+            engine.submit(third.request)  # both slots are taken
+        return False
+
+    engine.attend = attend
+    finish(engine)
+    # the first alone before the second's prompt is computed, both, the first and the third, the first to its end
+    assert [sum(length > 0 for length in given.keys) for given in runs] == [1, 2, 2, 1]
+    assert engine.totals.steps.total() == 249 and [len(a.tokens) for a in (first, second, third)] == [250, 100, 60]
+
+
+def test_who_is_cancelled_during_a_run_leaves_when_it_is_parked() -> None:
+    engine = core(scripted(rows=3))
+    leaves, stays, waits = Answer(prompt(20, 1), 200), Answer(prompt(20, 2), 200), Answer(prompt(20, 3), 200)
+    for answer in (leaves, stays, waits):
+        engine.submit(answer.request)
+    said: dict[int, str | None] = {}
+
+    def attend() -> bool:
+        if len(stays.tokens) == 50 and leaves.finish is None and not said:
+            engine.cancel(leaves.request)
+            engine.cancel(leaves.request)
+            said[len(leaves.tokens)] = leaves.finish
+        return False
+
+    engine.attend = attend
+    finish(engine)
+    (at,) = said
+    assert said[at] is None and leaves.finish == "cancelled"
+    assert at <= len(leaves.tokens) <= at + engine.engine.loop.ahead
+    assert stays.finish == waits.finish == "length"
 
 
 def test_a_hit_on_prompt_blocks_changes_no_bit(expected: list[Answer]) -> None:
@@ -315,9 +360,16 @@ def test_rows_that_are_not_finite_end_alone() -> None:
 
 def test_many_random_requests_leave_nothing_behind() -> None:
     """Requests of every length, a tenth cancelled, in pools that force preemption and eviction."""
-    rng = np.random.default_rng(3)
-    engine: Core = core(scripted(rows=4, pages={"full": 9, "sliding": 10}), deliver=2, run=4, ahead=2)
+    rng, moments = np.random.default_rng(3), np.random.default_rng(4)
+    engine: Core = core(scripted(rows=4, pages={"full": 9, "sliding": 10}, ahead=3), deliver=2, held=4)
     found: list[Answer] = []
+
+    def attend() -> bool:
+        if moments.random() < 0.002:
+            engine.cancel(found[int(moments.integers(len(found)))].request)
+        return bool(moments.random() < 0.5)
+
+    engine.attend = attend
     for number in range(120):
         base = prompt(128, int(rng.integers(3)))[: int(rng.integers(1, 128))]
         answer = Answer(base + prompt(int(rng.integers(1, 40)), 100 + number), int(rng.integers(1, 60)))

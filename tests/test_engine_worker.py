@@ -57,7 +57,7 @@ def test_a_newcomer_interrupts_a_run_and_a_cancelled_request_ends_soon() -> None
             assert go_on.wait(10)
         return successor(history)
 
-    worker = Worker(core(scripted(held), run=250, ahead=1))
+    worker = Worker(core(scripted(held, ahead=1)))
     worker.start()
     long, short = Waiting(prompt(20), 200), Waiting(prompt(60), 3)
     worker.submit(long.request)
@@ -90,7 +90,7 @@ def test_a_failing_step_ends_what_runs_and_a_defect_the_service(defect: bool) ->
             raise ZeroDivisionError("oops") if defect else MkError("SM 3 gave up")
         return successor(history)
 
-    worker = Worker(core(scripted(breaks), run=1))
+    worker = Worker(core(scripted(breaks)))
     worker.start()
     answers = [Waiting(prompt(20, seed), 30) for seed in range(5)]  # three run, two wait
     worker.submit(*(answer.request for answer in answers))

@@ -37,6 +37,7 @@ def test_reserve_rounds_up_to_pages(keys: int, blocks: int) -> None:
     for kind in KINDS:
         assert held(pages, kind, 1) == list(range(blocks))
     assert held(pages, "full", 0) == []
+    assert (pages.held(0), pages.held(1)) == (0, blocks * PAGE)
     check(pages)
 
 
@@ -74,6 +75,7 @@ def test_release_keeps_exactly_what_the_next_query_sees(keys: int) -> None:
     assert released == first
     assert len(held(pages, "full", 0)) == -(-keys // PAGE)
     assert pages.release_window(0, keys) == 0
+    assert pages.held(0) == -(-keys // PAGE) * PAGE  # what has left the window does not count
     check(pages)
 
 

@@ -17,7 +17,7 @@ from mk.isa import NONE, Word
 from mk.kv import KINDS, PageAllocator
 from mk.model.packing import PackedWeights
 from mk.programs import Plan
-from mk.ring import MIN_WINDOW, UNSAFE_SLOTS
+from mk.ring import MIN_WINDOW, RING_SLOTS, UNSAFE_SLOTS
 from mk.runtime import Runtime, StepAborted
 from mk.sampling import SamplingParams
 from mk.schedule.lower import Program
@@ -74,7 +74,7 @@ def test_without_a_card_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch)
         DeviceFacts.read()
 
 
-MAX_WINDOW = FakeLibrary().mk_ring_slots() - UNSAFE_SLOTS
+MAX_WINDOW = RING_SLOTS - UNSAFE_SLOTS
 
 
 @pytest.mark.parametrize("window", [MIN_WINDOW - 1, MAX_WINDOW + 1])
@@ -218,6 +218,29 @@ def test_tokens_are_read_from_the_ring_while_later_steps_run(runtime: Runtime) -
     assert runtime.poll(149) is None
     with pytest.raises(MkError, match="launch 149 ended without a token"):
         runtime.tokens_of(149)
+
+
+def test_rows_that_a_loop_launches_are_checked_as_far_as_they_may_go(runtime: Runtime) -> None:
+    runtime.load(program(), epoch=7)
+    pages = PageAllocator(GEOMETRY, PAGES, 2, 4, seed=1)
+    pages.reserve(0, 100, since=9)
+    runtime.set_tables(pages.table.table)
+    runtime.set_sequences([10, 0], [7, 0], held=[128, 0])
+    assert (runtime.params.advance, runtime.params.epoch, runtime.longest) == (1, 7, KEYS)
+    with pytest.raises(MkError, match="all steps"):
+        runtime.launch()  # it is the loop that does
+    runtime.count_launches(3)
+    assert (runtime.launched, runtime.epoch) == (3, 10)
+    runtime.require_pages(0, 10, 128)
+    for held, message in (
+        ([129, 0], "row 0: a context of 129 keys has no full page"),
+        ([257, 0], "row 0: contexts of 10 to 257 keys do not fit 1..256"),
+        ([9, 0], "row 0: contexts of 10 to 9 keys"),
+    ):
+        with pytest.raises(MkError, match=message):
+            runtime.set_sequences([10, 0], [7, 0], held=held)
+    with pytest.raises(MkError, match="row 0: a context of 129 keys has no full page"):
+        runtime.require_pages(0, 129, 129)
 
 
 def test_a_lapped_step_is_not_read(runtime: Runtime) -> None:

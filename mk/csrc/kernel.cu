@@ -86,3 +86,5 @@ int mk_launch(const StepParams* params, void* stream) {
 
 const char* mk_error(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
 }
+
+#include "stream_card.cuh"  // the loop that launches served steps

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "geometry.h"  // generated: the model's constants
+#include "host_step.cuh"
 #include "isa.h"       // generated from mk/isa.py
 #include "ptx.cuh"
 
@@ -36,13 +37,6 @@ struct Cuts {
   uint64_t mass_before;  // of the tokens that are sure to be kept
   uint64_t mass_beside;  // of all that top-p's total counts and the shortlist does not hold
 };
-
-// A step's outcome for the host, in pinned memory. `step` is written last: the launch's number from 1 on.
-struct alignas(128) HostStep {
-  int tokens[8], status[8];
-  uint64_t step;
-};
-constexpr int HOST_STEPS = 1024;  // a step may be this many launches ahead of the host that reads it
 
 struct StepParams {
   // weights

@@ -7,8 +7,7 @@ follow from what its pages say; so a page that was shared, moved, copied or give
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,8 +15,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from mk.decode_loop import TwinLoop
 from mk.errors import MkError
-from mk.host_ring import StepTokens
 from mk.interpreter import StepOutputs
 from mk.kv import ABSENT, KINDS, PageAllocator, blocks_of, first_visible
 from mk.model.geometry import PAGE, Geometry
@@ -52,6 +51,7 @@ class ScriptedEngine:
         pages: Mapping[str, int],
         seed: int = 0,
         sizes: Sequence[int] | None = None,
+        ahead: int = 1,
     ) -> None:
         self.geometry, self.script = geometry, script
         self.rows, self.context = rows, context
@@ -59,6 +59,7 @@ class ScriptedEngine:
         self.program: Program | None = None
         self.pages = PageAllocator(geometry, pages, rows, blocks_of(context), seed)
         self.pools = {kind: np.full((pages[kind], PAGE), NO_TOKEN, np.int64) for kind in KINDS}
+        self.loop = TwinLoop(self._compute, ahead)
         self._sampled = [0] * rows
 
     def executed_hash(self) -> None:
@@ -82,33 +83,18 @@ class ScriptedEngine:
         sampling: Sequence[SamplingParams],
         details: bool = True,
     ) -> StepOutputs:
-        tokens = self._sampled if tokens is None else tokens
         self.pages.advance(keys)
+        out = self._compute(self._sampled if tokens is None else tokens, keys, sampling)
+        self._sampled = np.maximum(out.tokens, 0).tolist()
+        return out
+
+    def _compute(self, tokens: Sequence[int], keys: Sequence[int], sampling: Sequence[SamplingParams]) -> StepOutputs:
         out = StepOutputs.blank(len(keys), self.geometry.vocab)
         for row in np.flatnonzero(keys).tolist():
             self._write(row, keys[row] - 1, tokens[row])
             out.logits[row] = self._logits(self._history(row, keys[row]))
             out.tokens[row] = sample_row(out.logits[row], sampling[row], keys[row])
-        self._sampled = np.maximum(out.tokens, 0).tolist()
         return out
-
-    def run(
-        self,
-        tokens: Sequence[int] | None,
-        keys: Sequence[int],
-        sampling: Sequence[SamplingParams],
-        steps: int,
-        ahead: int,
-    ) -> Generator[StepTokens, None, None]:
-        """As a card does it: `ahead` steps further than what has been read."""
-        waiting: deque[StepTokens] = deque()
-        for queued in range(steps):
-            grown = [length + queued if length else 0 for length in keys]
-            out = self.step(None if queued else tokens, grown, sampling)
-            waiting.append(StepTokens(out.tokens, out.status))
-            if len(waiting) > ahead:
-                yield waiting.popleft()
-        yield from waiting
 
     def free(self, row: int) -> None:
         self.pages.free(row)

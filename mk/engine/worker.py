@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from mk.decode_loop import CardLost
 from mk.engine.core import Core
 from mk.engine.request import Request
 from mk.errors import MkError
 from mk.kv import KINDS
 
 log = logging.getLogger("mk.engine")
+REFRESH_S = 0.05  # of the snapshot while a run goes on: counting what the cache holds takes longer than a step may wait
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Gauges and totals between two ticks."""
+    """Gauges and totals between two steps."""
 
     running: int
     waiting: int
@@ -41,7 +44,8 @@ class Worker:
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._stopping = False
-        core.interrupted = lambda: bool(self._inbox) or self._stopping
+        self._seen = 0.0  # when the snapshot was taken
+        core.attend = self._attend
         self._thread = threading.Thread(target=self._run, name="mk-engine", daemon=True)
         self.snapshot = self._snapshot()
 
@@ -49,12 +53,13 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """End every request, and the thread after the step it is in."""
+        """End every request, the thread after the steps under way, and the engine's loop."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join()
+        self.core.engine.loop.stop()
 
     def submit(self, *requests: Request) -> None:
         """Queue requests, neighbours in order of arrival. One that cannot be served is told so through its sink.
@@ -85,11 +90,7 @@ class Worker:
             with self._wake:
                 while not (self._inbox or self._stopping or self.core.busy):
                     self._wake.wait()
-                inbox, self._inbox = self._inbox, []
-                stopping = self._stopping
-            while inbox:  # nothing here refers to a request any more when the thread sleeps
-                inbox.pop(0)()
-            if stopping:
+            if self._attend():
                 self.core.fail_all("the server is shutting down")
                 self.snapshot = self._snapshot()
                 return
@@ -100,15 +101,28 @@ class Worker:
                 self._fail(error)
             self.snapshot = self._snapshot()
 
+    def _attend(self) -> bool:
+        """Take in what has come, also between two steps; whether the thread is to end."""
+        with self._wake:
+            inbox, self._inbox = self._inbox, []
+            stopping = self._stopping
+        stale = bool(inbox) or time.monotonic() > self._seen + REFRESH_S
+        while inbox:  # nothing here refers to a request any more when the thread sleeps
+            inbox.pop(0)()
+        if stale and self.core.busy:  # else the tick is about to end: idle is what has let go of all requests
+            self.snapshot = self._snapshot()
+        return stopping
+
     def _fail(self, error: Exception) -> None:
         """Requests in flight end with an error. A step that the engine gave up leaves it usable, a defect does not."""
         self.core.fail_all(f"the engine failed: {error}")
-        if not isinstance(error, MkError):
+        if not isinstance(error, MkError) or isinstance(error, CardLost):
             with self._wake:
                 self.failed = f"the engine is out of order: {type(error).__name__}: {error}"
 
     def _snapshot(self) -> Snapshot:
         core, totals = self.core, self.core.totals
+        self._seen = time.monotonic()
         return Snapshot(
             len(core.running),
             len(core.waiting),

@@ -40,15 +40,20 @@ class Model:
         """What every output says about the weights: "checkpoint" or "random"."""
         return self.source.label
 
-    def packed(self, progress: Callable[[int, int], None] | None = None) -> PackedWeights:
-        """The weights as decode and prefill read them, packed at the first call. Raises MkError for lack of memory."""
+    def packed(
+        self, progress: Callable[[int, int], None] | None = None, device: torch.device | str = "cpu"
+    ) -> PackedWeights:
+        """The weights as decode and prefill read them, packed on `device` at the first call.
+
+        Raises MkError for lack of memory.
+        """
         if self._packed is None:
-            self._packed = PackedWeights.from_state(self.source.tensor, self.geometry, progress=progress)
+            self._packed = PackedWeights.from_state(self.source.tensor, self.geometry, device, progress)
         return self._packed
 
 
 def open_model(model: ModelConfig, weights: WeightsConfig, scratch: Path, device: torch.device | str = "cpu") -> Model:
-    """Open the configured model. Weights are read, or made, when they are asked for.
+    """Open the configured model. Weights are read, or made, when they are asked for; `device`: where random ones are.
 
     Random weights of a geometry that has no folder get a synthetic tokenizer, written under `scratch`.
     Raises MkError for a path that is not a model, and for anything in it that this code does not compute.

@@ -14,7 +14,8 @@ import uvicorn
 
 from mk.config import Config, config_hash
 from mk.cuda_engine import CudaEngine
-from mk.engine.core import Core, Policy
+from mk.engine.core import Core
+from mk.engine.policy import Policy
 from mk.engine.worker import Worker
 from mk.engines import make_paged_engine
 from mk.errors import MkError
@@ -49,8 +50,7 @@ def build_service(config: Config, model: Model, progress: Callable[[int, int], N
         cache=prefix.enabled,
         cache_generated=prefix.enabled and prefix.generated,
         deliver=server.deliver,
-        run=engine_config.run_steps,
-        ahead=engine_config.run_ahead,
+        held=engine_config.held_steps,
     )
     worker = Worker(Core(engine, model.tokenizer.eos, policy))
     return Service(

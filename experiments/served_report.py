@@ -1,0 +1,140 @@
+"""Rows and lines of experiment=served_step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.served_figures import between_tokens, interruption
+from experiments.served_rig import Ran
+from mk.config import Config
+from mk.cuda_engine import CudaEngine
+from mk.engines import PagedEngine
+from mk.errors import MkError
+from mk.rows import Row
+from mk.runs import RunFolder
+from mk.step_figures import MS_DIGITS, median_ratio, raw_steps, step_figures
+
+TARGET = 1.03  # served steps by the engine's own
+US_DIGITS = 2
+
+
+class Report:
+    """Writes a row for each thing that was measured, and tells of it. failed: whether a check has failed."""
+
+    def __init__(self, cfg: Config, run: RunFolder, engine: PagedEngine) -> None:
+        self.failed = False
+        self._cfg, self._run, self._engine = cfg, run, engine
+        kernel = engine.name == "cuda" or cfg.engine.numerics == "kernel"
+        self._fields: dict[str, Any] = {
+            "engine": engine.name,
+            "dtype": "bfloat16" if kernel else "float32",
+            "build_hash": engine.runtime.build_hash if isinstance(engine, CudaEngine) else None,
+        }
+        clock = "the card" if isinstance(engine, CudaEngine) else "the host: there is no card here"
+        print(f"engine {engine.name}, weights: {cfg.weights.name}; steps are timed by {clock}")
+
+    def steps(self, batch: int, served: Sequence[float], own: Sequence[float], same: bool) -> None:
+        """The engine's own steps, and the served ones, in milliseconds."""
+        checks = {"tokens_as_own": same}
+        raw = {"kind": "steps", **raw_steps(own, [])}
+        base = self._append(raw, self._step_figures(batch, raw), batch=batch, arm="own", checks=checks)
+        raw = {"kind": "steps", **raw_steps(served, []), "kernel_step_ms": raw["step_ms"]}
+        of = median_ratio(raw["step_ms"], raw["kernel_step_ms"])
+        ratio = {"ratio": of.ratio, "ratio_low": of.low, "ratio_high": of.high, "ratio_to": base.digest}
+        row = self._append(raw, self._step_figures(batch, raw) | ratio, batch=batch, arm="served", checks=checks)
+        verdict = "within" if of.ratio <= TARGET else "NOT within"
+        print(
+            f"batch {batch}: p50 {row.p50_ms:.4f} ms served, {base.p50_ms:.4f} ms own, of {row.steps} and {base.steps} "
+            f"steps; ratio {of.ratio:.4f} ({of.low:.4f} to {of.high:.4f}), {verdict} {TARGET}; "
+            f"tokens {'are the same' if same else 'DIFFER'}",
+            flush=True,
+        )
+
+    def interruptions(self, name: str, runs: Sequence[Ran]) -> None:
+        """What runs that followed one another cost between them, by kind."""
+        found = by_kind(runs)
+        if not found:
+            raise MkError(f"{name}: nothing was interrupted")
+        for kind, (gaps, parks) in found.items():
+            if kind not in name:
+                continue
+            raw = {"kind": "interruption", "gap_us": _rounded(gaps), "park_us": _rounded(parks)}
+            row = self._append(raw, interruption(None, raw), batch=self._engine.rows, event=kind)
+            line = f"{kind}: the device idles {row.idle_us:.0f} us, median of {row.interruptions}"
+            print(line + (f"; from asking to rest {row.park_us:.0f} us" if row.park_us else ""), flush=True)
+
+    def prompt(self, policy: str, gaps: Sequence[float], first_ms: float, whole: bool) -> None:
+        """Milliseconds between tokens of all that ran while a prompt entered, and until its own first token."""
+        tokens = self._cfg.experiment.prompt
+        raw = {"kind": "between_tokens", "gap_ms": [round(ms, MS_DIGITS) for ms in gaps], "first_ms": first_ms}
+        row = self._append(
+            raw,
+            between_tokens(None, raw),
+            batch=self._engine.rows - 1,
+            prompt_tokens=tokens,
+            prefill_policy=policy,
+            checks={"ran_throughout": whole},
+        )
+        print(
+            f"a prompt of {tokens} enters, {policy}: ITL of {row.batch} others p50 {row.itl_p50_ms:.2f} ms, p99 "
+            f"{row.itl_p99_ms:.2f}, most {row.itl_most_ms:.2f}; its first token after {row.ttft_ms:.0f} ms",
+            flush=True,
+        )
+
+    def _append(
+        self,
+        raw: dict[str, Any],
+        figures: dict[str, Any],
+        batch: int,
+        checks: dict[str, bool] | None = None,
+        **more: Any,
+    ) -> Row:
+        checks = checks or {}
+        self.failed |= not all(checks.values())
+        context = [self._cfg.experiment.short if "event" in more else self._cfg.experiment.context] * batch
+        row = self._run.row(**self._fields, batch=batch, context=context, checks=checks, **figures, **more)
+        return self._run.append_row(row, raw)
+
+    def _step_figures(self, batch: int, raw: dict[str, Any]) -> dict[str, Any]:
+        context = [self._cfg.experiment.context] * batch
+        return step_figures(self._engine.geometry, self._cfg.gpu, context, raw)
+
+
+def by_kind(runs: Sequence[Ran]) -> dict[str, tuple[list[float], list[float]]]:
+    """Interruptions by what they were for: microseconds that each took beyond a step and a prompt, and of parking."""
+    step_us = {
+        rows: float(np.median([ms for ran in runs if ran.rows == rows for ms in ran.step_ms])) * 1e3
+        for rows in {ran.rows for ran in runs if len(ran.started_ns) > 1}
+    }
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    for kind, before, after in _interruptions(runs):
+        if before.rows not in step_us:
+            continue
+        gaps, parks = found.setdefault(kind, ([], []))
+        between = (after.started_ns[0] - before.started_ns[-1]) / 1e3
+        gaps.append(between - step_us[before.rows] - after.prefill_us)
+        if before.park_us is not None:
+            parks.append(before.park_us)
+    return found
+
+
+def _interruptions(runs: Sequence[Ran]) -> Iterator[tuple[str, Ran, Ran]]:
+    for before, after in itertools.pairwise(runs):
+        if not before.started_ns or not after.started_ns or after.active > before.active + 1:
+            continue  # another group of requests
+        if after.active > before.active:
+            yield "admit", before, after
+        elif after.rows != before.rows:
+            yield "switch", before, after
+        elif after.active < before.active:
+            yield "retire", before, after
+        elif before.park_us is not None:
+            yield "park", before, after
+
+
+def _rounded(us: Sequence[float]) -> list[float]:
+    return [round(one, US_DIGITS) for one in us]

@@ -1,0 +1,198 @@
+"""The decode loop: in C++ over a card made of a thread, hard; its twin in Python; and that both give the same."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mk.build import CSRC
+from mk.cuda_engine import CudaEngine
+from mk.decode_loop import LoopStep, Parked, Run, TwinLoop, finish
+from mk.errors import MkError
+from mk.graph import LAYER_WAVES
+from mk.interpreter import StepOutputs
+from mk.native_loop import RECORD, LoopRun, LoopState
+from mk.programs import Plan
+from mk.sampling import SamplingParams, sample_row
+from mk.splits import SplitPolicy
+from tests.device_rig import FakeLibrary, fake_build, fake_device, next_logits
+from tests.interpreter_rig import GEOMETRY, weights
+from tests.loop_rig import compiled
+
+__all__ = ["fake_device"]
+
+SCENARIOS = {"runs": 300, "ends": 60, "park_races": 1000, "slow_reader": 40, "faults": 40, "stops": 100, "patience": 8}
+GREEDY, WARM = SamplingParams(), SamplingParams(temperature=1.0, seed=3)
+
+
+def stress(program: Path, scenario: str, seed: int, rounds: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program, scenario, str(seed), str(rounds)], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_loop_under_stress(scenario: str, seed: int) -> None:
+    """Parks at any moment, budgets, ends, late pages, a ring that wraps, a slow reader, broken cards, a stop."""
+    done = stress(compiled("stress.cpp"), scenario, seed, SCENARIOS[scenario])
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_loop_has_no_data_race() -> None:
+    try:
+        program = compiled("stress.cpp", "-fsanitize=thread", "-O1")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no ThreadSanitizer: {error.stderr.strip().splitlines()[-1]}")
+    for scenario, rounds in SCENARIOS.items():
+        done = stress(program, scenario, 4, max(4, rounds // 8))
+        if "unexpected memory mapping" in done.stderr:
+            pytest.skip("ThreadSanitizer cannot run in this address space")
+        assert done.returncode == 0, done.stderr[:4000]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "right", "wrong"),
+    [
+        ("runs", "run_.keys[row] + done > held_[row]", "run_.keys[row] + done > held_[row] + 1"),
+        ("runs", "done >= run_.budget[row]", "done > run_.budget[row]"),
+        ("runs", "if (seen_ < next_) {", "if (seen_ < next_ && !asked_) {"),
+        ("slow_reader", "tail_ - head_ + (next_ - seen_) >= records_.size()", "false"),
+        ("ends", "live_[row] = false;", ""),
+        ("faults", "now - begun < limit_", "true"),
+        ("runs", "asked_ = false, settled_", "settled_"),
+        ("stops", "if (seen_ < next_) {", "if (seen_ < next_ && !stopping_) {"),
+    ],
+)
+def test_a_wrong_loop_is_noticed(scenario: str, right: str, wrong: str, tmp_path: Path) -> None:
+    text = (CSRC / "decode_loop.cuh").read_text()
+    assert text.count(right) == 1
+    (tmp_path / "decode_loop.cuh").write_text(text.replace(right, wrong))
+    source = Path(__file__).parent / "decode_loop" / "stress.cpp"
+    command = ["g++", "-std=c++17", "-pthread", f"-I{tmp_path}", f"-I{CSRC}", source, "-o", tmp_path / "wrong"]
+    subprocess.run(command, check=True)
+    try:
+        codes = [
+            subprocess.run([tmp_path / "wrong", scenario, str(seed), "200"], capture_output=True, timeout=5).returncode
+            for seed in range(1, 5)
+        ]
+    except subprocess.TimeoutExpired:
+        return  # it hangs
+    assert any(codes)
+
+
+def test_both_sides_mean_the_same() -> None:
+    text = (CSRC / "decode_loop.cuh").read_text()
+    names = re.findall(r"^  ([A-Z]+),", text[text.index("enum Parked") :], re.MULTILINE)
+    assert names == [*(reason.name for reason in Parked), "CROWDED"]
+
+    def fields(struct: str) -> list[str]:
+        body = re.sub(r"//.*", "", text[text.index(f"struct {struct} {{") :].split("};")[0])
+        return re.findall(r"(\w+)(?:\[[^]]*\])?[,;]", body)
+
+    assert fields("LoopRun") == [name for name, _ in LoopRun._fields_]
+    assert fields("LoopState") == [name for name, _ in LoopState._fields_]
+    assert fields("StepRecord") == list(RECORD.names or ())
+    # no padding that one side has and the other has not
+    assert RECORD.itemsize == 16 + 2 * 4 * 8 and ctypes.sizeof(LoopRun) == 16 + 4 + 3 * 32 + 36 + 8
+    assert ctypes.sizeof(LoopState) == 16
+
+
+# ---- the twin ----
+
+
+def computed(tokens: list[int], keys: list[int], sampling: list[SamplingParams]) -> StepOutputs:
+    """A step as the stand-in for the card computes it."""
+    out = StepOutputs.blank(len(keys), GEOMETRY.vocab)
+    for row, length in enumerate(keys):
+        if length:
+            logits = next_logits(GEOMETRY, tokens[row], length).numpy()
+            out.tokens[row] = sample_row(logits, sampling[row], length)
+    return out
+
+
+def drawn(rng: np.random.Generator, rows: int) -> Run:
+    """A run that parks itself."""
+    keys = [int(rng.integers(0, 2)) * int(rng.integers(1, 60)) for _ in range(rows - 1)] + [int(rng.integers(1, 60))]
+    ends = [frozenset(rng.integers(0, GEOMETRY.vocab, int(rng.integers(0, 60))).tolist()) for _ in keys]
+    return Run(
+        tokens=rng.integers(0, GEOMETRY.vocab, rows).tolist(),
+        keys=keys,
+        sampling=[(GREEDY, WARM)[int(rng.integers(2))] for _ in keys],
+        held=[64 * int(rng.integers(1, 3)) if length else 0 for length in keys],
+        budgets=rng.integers(1, 90, rows).tolist(),
+        ends=ends,
+        steps=None if rng.random() < 0.7 else int(rng.integers(1, 40)),
+    )
+
+
+def test_the_loop_and_its_twin_give_the_same(fake_device: FakeLibrary) -> None:
+    """Reason and tokens; steps that were under way when a row ended may be fewer where the end was noticed sooner."""
+    rng, reasons = np.random.default_rng(0), set()
+    plan = Plan(6, LAYER_WAVES, "row_owner", splits=SplitPolicy(128, 4))
+    engine = CudaEngine(weights(), fake_build(GEOMETRY, plan.splits), plan, 3, 128, device="cpu", ahead=4)
+    fake_device.runtime = engine.runtime
+    for row in range(3):
+        engine.pages.reserve(row, 64, since=0)
+        engine.pages.reserve(row, 128, since=0)
+    twin = TwinLoop(computed, ahead=4)
+    for _ in range(60):
+        run = drawn(rng, 3)
+        engine.loop.resume(run)
+        twin.resume(run)
+        native, theirs = finish(engine.loop), finish(twin)
+        assert engine.loop.parked == twin.parked
+        reasons.add(twin.parked)
+        slack = 3 if twin.parked is Parked.END else 0
+        assert len(theirs) - slack <= len(native) <= len(theirs)
+        for mine, other in zip(native, theirs, strict=False):
+            assert mine.tokens.tolist() == other.tokens.tolist() and mine.status.tolist() == other.status.tolist()
+    assert reasons == {Parked.END, Parked.STEPS, Parked.BUDGET, Parked.ROOM}
+    engine.loop.stop()
+
+
+def twin_run(budget: int = 100, held: int = 100, **more: object) -> Run:
+    given = {"sampling": [GREEDY], "ends": [frozenset()], **more}
+    return Run(tokens=[5], keys=[10], held=[held], budgets=[budget], **given)  # type: ignore[arg-type]
+
+
+def test_the_twin_grants_parks_and_fails_as_the_loop_does() -> None:
+    twin = TwinLoop(computed, ahead=3)
+    assert twin.read() == []
+    twin.resume(twin_run(held=12))
+    with pytest.raises(MkError, match="a run is under way"):
+        twin.resume(twin_run())
+    twin.read()
+    twin.grant([20])
+    found = finish(twin)
+    assert twin.parked is Parked.ROOM and found[-1].number == 10  # contexts of 10 to 20
+    twin.resume(twin_run())
+    twin.read()
+    twin.park()
+    assert len(finish(twin)) == 2 and twin.parked is Parked.ASKED  # those under way
+
+    def breaks(tokens: list[int], keys: list[int], sampling: list[SamplingParams]) -> StepOutputs:
+        if keys[0] == 15:
+            raise MkError("SM 3 gave up")
+        out = computed(tokens, keys, sampling)
+        out.status[0] = keys[0] == 13
+        return out
+
+    def until_it_fails(ahead: int) -> list[LoopStep]:
+        found: list[LoopStep] = []
+        twin = TwinLoop(breaks, ahead)
+        twin.resume(twin_run())
+        with pytest.raises(MkError, match="gave up"):
+            while steps := twin.read():
+                found += steps
+        assert twin.parked is Parked.ABORTED and twin.read() == []
+        return found
+
+    found = until_it_fails(3)
+    assert [step.status[0] for step in found] == [0, 0, 0, 1, 0] and found[3].tokens[0] == found[4].tokens[0] == -1
+    twin = TwinLoop(breaks)
+    twin.resume(twin_run())
+    assert len(finish(twin)) == 4 and twin.parked is Parked.FAULT
