@@ -9,7 +9,7 @@ import numpy as np
 from mk.rows import Row
 
 
-def interruption(row: Row | None, raw: dict[str, Any]) -> dict[str, Any]:
+def interruption(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
     """gap_us: from each last step of a run to the next run's first one, beyond the time of a step, and of prompts
     computed in between; park_us: from each call of `park` to the loop's rest, empty where nobody called."""
     gaps = raw["gap_us"]
@@ -17,7 +17,7 @@ def interruption(row: Row | None, raw: dict[str, Any]) -> dict[str, Any]:
     return found | ({"park_us": float(np.median(raw["park_us"]))} if raw["park_us"] else {})
 
 
-def between_tokens(row: Row | None, raw: dict[str, Any]) -> dict[str, Any]:
+def between_tokens(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
     """gap_ms: between tokens of running requests while a prompt enters; first_ms: until its own first token."""
     gaps = raw["gap_ms"]
     p50, p99 = (float(np.percentile(gaps, p)) for p in (50, 99))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from experiments.served_figures import between_tokens, interruption
 from experiments.served_rig import Ran
 from mk.config import Config
 from mk.cuda_engine import CudaEngine
@@ -16,7 +16,7 @@ from mk.engines import PagedEngine
 from mk.errors import MkError
 from mk.rows import Row
 from mk.runs import RunFolder
-from mk.step_figures import MS_DIGITS, median_ratio, raw_steps, step_figures
+from mk.step_figures import MS_DIGITS, raw_steps
 
 TARGET = 1.03  # served steps by the engine's own
 US_DIGITS = 2
@@ -40,16 +40,15 @@ class Report:
     def steps(self, batch: int, served: Sequence[float], own: Sequence[float], same: bool) -> None:
         """The engine's own steps, and the served ones, in milliseconds."""
         checks = {"tokens_as_own": same}
-        raw = {"kind": "steps", **raw_steps(own, [])}
-        base = self._append(raw, self._step_figures(batch, raw), batch=batch, arm="own", checks=checks)
-        raw = {"kind": "steps", **raw_steps(served, []), "kernel_step_ms": raw["step_ms"]}
-        of = median_ratio(raw["step_ms"], raw["kernel_step_ms"])
-        ratio = {"ratio": of.ratio, "ratio_low": of.low, "ratio_high": of.high, "ratio_to": base.digest}
-        row = self._append(raw, self._step_figures(batch, raw) | ratio, batch=batch, arm="served", checks=checks)
-        verdict = "within" if of.ratio <= TARGET else "NOT within"
+        raw = raw_steps(own, [])
+        base = self._append(raw, batch=batch, arm="own", checks=checks)
+        raw = {**raw_steps(served, []), "kernel_step_ms": raw["step_ms"]}
+        row = self._append(raw, batch=batch, arm="served", checks=checks, ratio_to=base.digest)
+        assert row.ratio is not None
+        verdict = "within" if row.ratio <= TARGET else "NOT within"
         print(
             f"batch {batch}: p50 {row.p50_ms:.4f} ms served, {base.p50_ms:.4f} ms own, of {row.steps} and {base.steps} "
-            f"steps; ratio {of.ratio:.4f} ({of.low:.4f} to {of.high:.4f}), {verdict} {TARGET}; "
+            f"steps; ratio {row.ratio:.4f} ({row.ratio_low:.4f} to {row.ratio_high:.4f}), {verdict} {TARGET}; "
             f"tokens {'are the same' if same else 'DIFFER'}",
             flush=True,
         )
@@ -63,7 +62,7 @@ class Report:
             if kind not in name:
                 continue
             raw = {"kind": "interruption", "gap_us": _rounded(gaps), "park_us": _rounded(parks)}
-            row = self._append(raw, interruption(None, raw), batch=self._engine.rows, event=kind)
+            row = self._append(raw, batch=self._engine.rows, event=kind)
             line = f"{kind}: the device idles {row.idle_us:.0f} us, median of {row.interruptions}"
             print(line + (f"; from asking to rest {row.park_us:.0f} us" if row.park_us else ""), flush=True)
 
@@ -73,7 +72,6 @@ class Report:
         raw = {"kind": "between_tokens", "gap_ms": [round(ms, MS_DIGITS) for ms in gaps], "first_ms": first_ms}
         row = self._append(
             raw,
-            between_tokens(None, raw),
             batch=self._engine.rows - 1,
             prompt_tokens=tokens,
             prefill_policy=policy,
@@ -86,22 +84,12 @@ class Report:
         )
 
     def _append(
-        self,
-        raw: dict[str, Any],
-        figures: dict[str, Any],
-        batch: int,
-        checks: dict[str, bool] | None = None,
-        **more: Any,
+        self, raw: dict[str, Any], batch: int, checks: Mapping[str, bool] = MappingProxyType({}), **more: Any
     ) -> Row:
-        checks = checks or {}
         self.failed |= not all(checks.values())
         context = [self._cfg.experiment.short if "event" in more else self._cfg.experiment.context] * batch
-        row = self._run.row(**self._fields, batch=batch, context=context, checks=checks, **figures, **more)
+        row = self._run.measured(raw, **self._fields, batch=batch, context=context, checks=dict(checks), **more)
         return self._run.append_row(row, raw)
-
-    def _step_figures(self, batch: int, raw: dict[str, Any]) -> dict[str, Any]:
-        context = [self._cfg.experiment.context] * batch
-        return step_figures(self._engine.geometry, self._cfg.gpu, context, raw)
 
 
 def by_kind(runs: Sequence[Ran]) -> dict[str, tuple[list[float], list[float]]]:

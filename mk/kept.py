@@ -109,6 +109,10 @@ SET_BY_EXPERIMENT: dict[str, Callable[[Row, Mapping[str, Any], Mapping[str, Any]
     "parity": lambda row, own, config: {"batch": [len(own["contexts"])], "context": [[n] for n in own["contexts"]]},
     "partial_step": lambda row, own, config: {"batch": [len(own["contexts"])], "context": [own["contexts"]]},
     "serving_costs": lambda row, own, config: {"batch": [1, *own["batches"]]},  # 1: of conversations
+    "served_step": lambda row, own, config: {
+        "batch": [*own["batches"], config["server"]["slots"], config["server"]["slots"] - 1],
+        "context": [[own[length]] * row.batch for length in ("context", "short")],
+    },
     "schedule_search": lambda row, own, config: {"routing": [config["routing"]["name"], *ROUTINGS]},
     "simulator_accuracy": lambda row, own, config: {"batch": [row.batch]},  # of the rows that it reads
     "accuracy": lambda row, own, config: {  # which is given texts, and no more rows than those

@@ -375,7 +375,9 @@ def test_raw_data_that_gives_no_figure_is_a_problem_and_no_traceback(repository:
         assert "its figures cannot be computed" in next(iter(different(row, raw)))
 
 
-def test_every_kind_of_raw_data_has_its_function() -> None:
+def test_every_kind_of_raw_data_that_is_written_has_its_function() -> None:
+    sources = [path.read_text() for folder in ("experiments", "evals", "mk") for path in (ROOT / folder).rglob("*.py")]
+    assert {kind for text in sources for kind in re.findall(r'"kind": "(\w+)"', text)} == KINDS.keys()
     assert len({function_of(kind) for kind in KINDS}) == len(KINDS)
 
 
