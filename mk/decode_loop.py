@@ -98,7 +98,7 @@ class DecodeLoop(Protocol):
         ...
 
     def stop(self) -> None:
-        """End the loop for good."""
+        """End the loop for good: it is lost then."""
         ...
 
 
@@ -127,6 +127,8 @@ class TwinLoop:
     def resume(self, run: Run) -> None:
         if self.parked is Parked.RUNNING:
             raise MkError("a run is under way", hint="DecodeLoop.park, and read it to its end")
+        if self.parked is Parked.LOST:
+            raise CardLost("the loop was stopped")
         self._run, self._held = run, list(run.held)
         self._live = [length > 0 for length in run.keys]
         self._tokens = list(run.tokens)
@@ -157,7 +159,7 @@ class TwinLoop:
 
     def stop(self) -> None:
         self._flying.clear()
-        self.parked = Parked.ASKED
+        self.parked = Parked.LOST
 
     def _obstacle(self) -> Parked:
         """What keeps the next step from being launched."""

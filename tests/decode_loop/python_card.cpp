@@ -1,6 +1,8 @@
 // The decode loop over a card that Python plays: `play` says which functions launch. A launch returns when it is over.
 #include "loop_interface.cuh"
 
+static_assert(sizeof(LoopRun) == 160 && sizeof(StepRecord) == 80 && sizeof(LoopState) == 16);  // and so in Python
+
 using LaunchIt = int (*)(const void* params, uint64_t number);
 using AskIt = int (*)();
 
