@@ -259,10 +259,16 @@ def fill(runtime: Runtime, std: float) -> None:
 
 def poison(runtime: Runtime) -> None:
     """NaN in every page and in every activation that a step must write before it reads."""
-    g = runtime.geometry
     with torch.cuda.stream(runtime.stream):
         for kind in KINDS:
             runtime[f"pool_{kind}"].fill_(float("nan"))
+    poison_activations(runtime)
+
+
+def poison_activations(runtime: Runtime) -> None:
+    """NaN in every activation that a step must write before it reads."""
+    g = runtime.geometry
+    with torch.cuda.stream(runtime.stream):
         for name, width in POISONED.items():
             buffer = runtime[name]
             buffer[..., : buffer.shape[-1] if width is None else getattr(g, width)] = float("nan")

@@ -178,6 +178,25 @@ class PartialStep:
 
 
 @dataclass(slots=True)
+class KernelBits:
+    name: str
+    context: int  # keys of the sequence that is watched, this step's token included
+    neighbours: list[int]  # keys of the others; with it they fill the batch
+    repeats: int
+    switches: int  # steps that each run another program than the one before
+    delays: int  # steps with SMs held up at random, each otherwise
+    delays_ns: int  # the longest of one hold-up
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_contexts("experiment.neighbours", self.neighbours)
+        for key in ("context", "repeats", "switches", "delays", "delays_ns"):
+            require_at_least(f"experiment.{key}", getattr(self, key), 1)
+        if 0 in self.neighbours:
+            raise MkError(f"experiment.neighbours={self.neighbours}: every neighbour has at least 1 key")
+
+
+@dataclass(slots=True)
 class SlowSm:
     name: str
     batch: int

@@ -106,6 +106,10 @@ SET_BY_EXPERIMENT: dict[str, Callable[[Row, Mapping[str, Any], Mapping[str, Any]
         "batch": [len(contexts) for contexts in own["batches"]],
         "context": own["batches"],
     },
+    "kernel_bits": lambda row, own, config: {
+        "batch": [1 + len(own["neighbours"])],
+        "context": [[own["context"], *own["neighbours"]]],
+    },
     "parity": lambda row, own, config: {"batch": [len(own["contexts"])], "context": [[n] for n in own["contexts"]]},
     "partial_step": lambda row, own, config: {"batch": [len(own["contexts"])], "context": [own["contexts"]]},
     "serving_costs": lambda row, own, config: {"batch": [1, *own["batches"]]},  # 1: of conversations

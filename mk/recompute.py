@@ -31,6 +31,7 @@ KINDS = {  # raw["kind"]: where its function is
     "kernel_launches": "experiments.prefill_rates:launches",
     "prefill_layers": "experiments.prefill_figures:figures",  # distances from float32 of a prompt
     "kernel_layer": "experiments.kernel_figures:figures",  # the same of one layer of a decode step
+    "bits": "experiments.kernel_bits:figures",
     "waves": "experiments.partial_step:figures",
     "logits": "experiments.parity_checks:figures",
     "findings": "experiments.sanitize:figures",
