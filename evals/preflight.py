@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evals.benchmarks.base import Benchmark, Problem
@@ -16,33 +17,42 @@ PROBE_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """tok_s: of the probe, all requests together. hours: if every answer went to the cap."""
+    """probed: requests that the probe took. tok_s: of the probe, all together. hours: if every answer took `cap`."""
 
     requests: int
     cap: int
+    probed: int
     tok_s: float
     hours: float
 
 
 def estimate(
-    benchmark: Benchmark, problems: list[Problem], runs: int, engine: Engine, sampling: SamplingParams
+    benchmark: Benchmark,
+    problems: Sequence[Problem],
+    runs: int,
+    engine: Engine,
+    sampling: SamplingParams,
+    context: int | None = None,
 ) -> Estimate:
-    """Time a few tokens of as many first prompts as the engine takes at a time."""
-    cap = benchmark.config.max_tokens
-    assert cap is not None
+    """Time a few tokens of as many first prompts as the engine takes at a time.
+
+    context: tokens that the engine has for prompt and answer, None = unknown. An answer takes no more than that.
+    """
+    asked = benchmark.config.max_tokens
+    assert asked is not None
+    cap = asked if context is None else min(asked, context)
     prompts = [next(benchmark.conversation(problem)) for problem in problems[: engine.parallel]]
     started = time.perf_counter()
     for index, prompt in enumerate(prompts):
-        probe = dataclasses.replace(sampling, seed=0)
-        engine.submit(index, Request(prompt, min(cap, PROBE_TOKENS), probe))
+        engine.submit(index, Request(prompt, min(cap, PROBE_TOKENS), dataclasses.replace(sampling, seed=0), False))
     tokens, outstanding = 0, len(prompts)
     while outstanding:
         for _, completion in engine.collect():
             tokens += completion.completion_tokens
             outstanding -= 1
     rate = tokens / (time.perf_counter() - started)
-    steps = sum(len(problem.fields.get("sub_steps", [0])) for problem in problems)
-    return Estimate(steps * runs, cap, rate, steps * runs * cap / rate / 3600)
+    requests = runs * sum(benchmark.asks(problem) for problem in problems)
+    return Estimate(requests, cap, len(prompts), rate, requests * cap / max(rate, 1e-9) / 3600)
 
 
 def require_affordable(found: Estimate, max_hours: float) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from evals.benchmarks.base import Benchmark, Score
+from evals.completion import Completion
 from evals.figures import bootstrap_difference, mean_and_sd, share
-from evals.runner import Answers
 from mk.errors import MkError
 from mk.rows import Row
 
@@ -37,10 +37,9 @@ class Result:
         return self.completion_tokens / self.wall_s if self.wall_s else 0.0
 
 
-def raw_answers(answers: Sequence[Answers], scores: Sequence[Sequence[Score]], wall_s: float) -> dict[str, Any]:
+def raw_answers(completions: Sequence[Completion], scores: Sequence[Sequence[Score]], wall_s: float) -> dict[str, Any]:
     """What a row is computed from. correct: 1 of each unit that is right, by run. answers: whether it ended at the cap
     on its tokens, tokens of its prompt and of itself, of all runs."""
-    completions = [completion for each in answers for completion in each.completions]
     return {
         "kind": "answers",
         "correct": [[int(score.correct) for score in run] for run in scores],
@@ -67,14 +66,16 @@ def totals(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
-    """Fields of `Row`, with verdicts. Besides `raw_answers`: counted, how many requests there were, were sent, came
-    back, and runs and seeds; equal: verdicts on samples; theirs: another engine's `correct`."""
+    """Fields of `Row`, with verdicts. Besides `raw_answers`: counted, how many requests there were and were sent, how
+    many the server counts itself (null where it does not), and runs and seeds; equal: verdicts on samples; theirs:
+    another engine's `correct`."""
     found, counted = totals(raw), raw["counted"]
     checks = {
         "samples_are_requests": counted["requests"] == found["answers"],
-        "answers_are_requests": counted["answered"] == counted["sent"],
         "seeds_differ": counted["seeds"] == counted["runs"],
     }
+    if counted["answered"] is not None:
+        checks["metrics_are_requests"] = counted["answered"] == counted["sent"]
     whole = counted["sent"] == found["answers"]  # no part of the answers is older than the clock
     found["tok_s"] = found["usage_completion_tokens"] / found["wall_s"] if whole and found["wall_s"] else None
     if "theirs" in raw:

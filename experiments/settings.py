@@ -231,9 +231,9 @@ class Accuracy:
     limit: int | None  # problems
     data_dir: str
     base_url: str | None  # of a server, which then answers in the configured engine's place
-    served_model: str
+    served_model: str | None
+    token_ids: bool
     timeout_s: float  # of one answer of the server
-    context: int | None  # tokens that a row has room for
     max_hours: float
     allow_missing: list[str]  # names of evals/sandbox/probes.py
     resume: str | None  # run folder whose samples are taken over
@@ -241,9 +241,11 @@ class Accuracy:
     check: bool  # greedy samples with transformers' greedy decode
 
     def __post_init__(self) -> None:
-        for key in ("runs", "limit", "context"):
+        for key in ("runs", "limit"):
             require_at_least(f"experiment.{key}", getattr(self, key), 1)
         require_at_least("experiment.max_hours", self.max_hours, 0)
+        if self.check and not self.token_ids:
+            raise MkError("experiment.check=true compares tokens", hint="experiment.check=false")
 
 
 @dataclass(slots=True)

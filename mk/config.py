@@ -324,6 +324,7 @@ class BenchmarkConfig:
     file: str | None = None  # of data_dir, without .jsonl
     hub: str | None = None  # data set id, where data_dir has no such file
     subset: str | None = None  # of the hub's set
+    files: list[str] | None = None  # of the hub's set, JSON lines, where it has only a loader that nobody runs any more
     split: str | None = None
     count: int | None = None  # rows that there must be; null: any number
     sha256: str | None = None  # that they must have; null: whatever is there

@@ -114,6 +114,30 @@ def test_counts_hashes_and_fields_are_checked(tmp_path: Path) -> None:
         benchmark("aime2025", tmp_path)
 
 
+def test_the_hub_is_asked_for_what_the_configuration_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set that has only a loading script is read by its files, in their order."""
+    import datasets
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    asked: list[Any] = []
+
+    def load_dataset(*arguments: Any, **options: Any) -> list[dict[str, Any]]:
+        asked.append((arguments, options))
+        return [STDIN_ROW]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    hub = "livecodebench/code_generation_lite"
+    assert benchmark("livecodebench_v6", tmp_path, "count=1").facts["source"] == f"{hub}:test"
+    ((arguments, options),) = asked
+    files = options["data_files"]["test"]
+    assert arguments == ("json",) and len(files) == 6 and options["split"] == "test"
+    assert [files[0], files[5]] == [f"hf://datasets/{hub}/test.jsonl", f"hf://datasets/{hub}/test6.jsonl"]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **_: asked.append(arguments) or [])
+    with pytest.raises(MkError, match="has 0 rows, benchmark=gpqa has 198"):
+        benchmark("gpqa", tmp_path)
+    assert asked[-1] == ("Idavidrein/gpqa", "gpqa_diamond")
+
+
 # choices
 
 

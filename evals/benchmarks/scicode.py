@@ -2,7 +2,7 @@
 
 `split=test` has 65 problems; its numeric targets lie in `data_dir/scicode/test_data.h5`. `split=dev` has 15, whose
 targets are what the ground truth in the rows computes: here, once a problem, in the sandbox. The rows of both come from
-`data_dir`, or from the installed package nvidia-scicode (`pip install --no-deps nvidia-scicode`).
+`data_dir`, or from the installed package nvidia-scicode, whose own dependencies are not needed.
 
 Some steps of three test problems are given, not asked for: their code is among the package's files.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import base64
 import dataclasses
+import hashlib
 import importlib.util
 import re
 import secrets
@@ -76,7 +77,13 @@ class SciCode(Benchmark):
             )
         self._given = {key: _given_code(rows_folder, *key) for key in GIVEN} if config.split == "test" else {}
         self._targets: dict[str, bytes] = {}
+        if self._h5 is not None:  # there is no hash to compare it with
+            with self._h5.open("rb") as file:
+                facts["targets_sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
         super().__init__(config, [Problem(str(row["problem_id"]), row) for row in rows], facts)
+
+    def asks(self, problem: Problem) -> int:
+        return sum((problem.id, index) not in self._given for index in range(len(problem.fields["sub_steps"])))
 
     def conversation(self, problem: Problem) -> Conversation:
         code: list[str] = []

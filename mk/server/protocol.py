@@ -147,9 +147,8 @@ class GenerationRequest(Lenient):
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream=true", "invalid_value", "stream_options")
         if self.return_token_ids and self.stream:
-            raise ApiError(
-                400, "return_token_ids is not supported here with stream=true", "unsupported_parameter", "return_token_ids"
-            )
+            name = "return_token_ids"
+            raise ApiError(400, f"{name} is not supported here with stream=true", "unsupported_parameter", name)
 
 
 class ChatRequest(GenerationRequest):
