@@ -1,4 +1,4 @@
-"""Whom the questions go to: the server that is named, or one that is started here and stopped when they are answered."""
+"""Whom the questions go to: the server that is named, or one that is started here, and stopped at the end."""
 
 from __future__ import annotations
 

@@ -33,6 +33,11 @@ from mk.sampling import SamplingParams
 
 def main(cfg: Config) -> int:
     """Exit status: 0, or 1 when a check fails; the score is none of them."""
+    return score(cfg)[0]
+
+
+def score(cfg: Config) -> tuple[int, Path]:
+    """(exit status, run folder) of one evaluation."""
     settings = cfg.experiment
     if settings.base_url is None:
         require_engine(cfg, cfg.server.slots)
@@ -103,7 +108,7 @@ def main(cfg: Config) -> int:
             for name, passed in row.checks.items():
                 print(f"{name.replace('_', ' ')}: {'yes' if passed else 'NO'}")
             print(f"run folder: {run.path}")
-            return 0 if all(row.checks.values()) else 1
+            return int(not all(row.checks.values())), run.path
 
 
 def _is_toy(cfg: Config) -> bool:

@@ -224,6 +224,9 @@ class Serve:
     name: str  # what it serves, and how, is in the groups model, engine, prefill and server
 
 
+VllmServe = Serve  # and baseline
+
+
 @dataclass(slots=True)
 class Accuracy:
     name: str
@@ -246,6 +249,9 @@ class Accuracy:
         require_at_least("experiment.max_hours", self.max_hours, 0)
         if self.check and not self.token_ids:
             raise MkError("experiment.check=true compares tokens", hint="experiment.check=false")
+
+
+AccuracyVllm = Accuracy
 
 
 @dataclass(slots=True)

@@ -348,6 +348,8 @@ class VllmConfig:
     moe_backends: list[str]  # each tried in a start of its own; the fastest one is the baseline
     kv: str  # prefilled: computed from prompts; synthetic: made up by its DecodeBenchConnector
     gpu_memory: float  # share of the card's
+    reasoning_parser: str | None  # of its server: what parts thoughts from content; null leaves them in
+    arguments: list[str]  # more of its server's command line
     timeout_s: int  # of a start with all that it measures
 
     def __post_init__(self) -> None:

@@ -17,7 +17,6 @@ from mk.errors import MkError
 from mk.sampling import SamplingParams
 from tests.test_accuracy import Scripted
 
-
 TASK = """
 task: sums
 dataset_path: json
