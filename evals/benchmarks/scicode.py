@@ -149,7 +149,7 @@ class SciCode(Benchmark):
         return zlib.decompress(base64.b64decode(outcome.stdout.split()[-1]))
 
     def _limits(self) -> Limits:
-        seconds = self.config.code_s or 60.0
+        seconds = self.config.code_s or 300.0
         return Limits(wall_s=2 * seconds, cpu_s=round(seconds), memory_mb=4096, file_mb=512)
 
 
