@@ -13,6 +13,7 @@ from mk.errors import MkError
 from mk.sampling import SamplingParams
 
 PROBE_TOKENS = 32
+WARM_TOKENS = 2  # before them: what an engine compiles and lowers at its first prompt and step is not its speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ def estimate(
     sampling: SamplingParams,
     context: int | None = None,
 ) -> Estimate:
-    """Time a few tokens of as many first prompts as the engine takes at a time.
+    """Time a few tokens of as many first prompts as the engine takes at a time, whose prefill goes before that.
 
     context: tokens that the engine has for prompt and answer, None = unknown. An answer takes no more than that.
     """
@@ -42,17 +43,25 @@ def estimate(
     assert asked is not None
     cap = asked if context is None else min(asked, context)
     prompts = [next(benchmark.conversation(problem)) for problem in problems[: engine.parallel]]
+    sampling = dataclasses.replace(sampling, seed=0)
+    _decode(engine, [Request(prompt, min(cap, WARM_TOKENS), sampling, False) for prompt in prompts])
     started = time.perf_counter()
-    for index, prompt in enumerate(prompts):
-        engine.submit(index, Request(prompt, min(cap, PROBE_TOKENS), dataclasses.replace(sampling, seed=0), False))
-    tokens, outstanding = 0, len(prompts)
+    tokens = _decode(engine, [Request(prompt, min(cap, PROBE_TOKENS), sampling, False) for prompt in prompts])
+    rate = tokens / (time.perf_counter() - started)
+    requests = runs * sum(benchmark.asks(problem) for problem in problems)
+    return Estimate(requests, cap, 2 * len(prompts), rate, requests * cap / max(rate, 1e-9) / 3600)
+
+
+def _decode(engine: Engine, requests: Sequence[Request]) -> int:
+    """Tokens of all answers together."""
+    for index, request in enumerate(requests):
+        engine.submit(index, request)
+    tokens, outstanding = 0, len(requests)
     while outstanding:
         for _, completion in engine.collect():
             tokens += completion.completion_tokens
             outstanding -= 1
-    rate = tokens / (time.perf_counter() - started)
-    requests = runs * sum(benchmark.asks(problem) for problem in problems)
-    return Estimate(requests, cap, len(prompts), rate, requests * cap / max(rate, 1e-9) / 3600)
+    return tokens
 
 
 def require_affordable(found: Estimate, max_hours: float) -> None:

@@ -155,9 +155,9 @@ def test_steps_are_asked_one_after_the_other_and_resumed_in_the_middle(tmp_path:
 def test_the_preflight_refuses_what_would_take_too_long(aime: Benchmark) -> None:
     engine = Scripted(first_half)
     found = estimate(aime, aime.problems, 7, engine, SAMPLED)
-    assert found.requests == 28 and len(engine.requests) == found.probed == 2 and found.cap == 64000
+    assert found.requests == 28 and len(engine.requests) == found.probed == 4 and found.cap == 64000
     assert estimate(aime, aime.problems, 7, Scripted(first_half), SAMPLED, context=8192).cap == 8192
-    assert all(request.max_tokens == 32 for request in engine.requests)
+    assert [request.max_tokens for request in engine.requests] == [2, 2, 32, 32]  # the first two are not timed
     slow = dataclasses.replace(found, hours=1.5)
     with pytest.raises(MkError, match=r"may take 1\.5 hours, experiment\.max_hours is 1") as refused:
         require_affordable(slow, 1.0)
@@ -278,7 +278,7 @@ def test_a_foreign_server_answers_without_ids_and_counts(
     require_kept(committed, folder, **dict.fromkeys(names, lambda value: value + 1), scores=lambda _: [0.5], checks=no)
     sample = read_samples(folder)[0]
     assert sample.completion.response_id.startswith("r") and sample.completion.reasoning == r"\boxed{9}"
-    asked = Server.bodies[4:]  # after the probe's
+    asked = Server.bodies[8:]  # after the probe's
     assert sorted(body["seed"] for body in asked) == [0] * 4 + [1] * 4
     assert all(body["temperature"] == 1.0 and body["top_p"] == 0.95 and "stop" not in body for body in asked)
     assert {body["model"] for body in asked} == {"theirs"} and set(Server.keys) == {"Bearer a key"}
@@ -291,7 +291,7 @@ def test_a_foreign_server_answers_without_ids_and_counts(
 def test_a_server_that_dies_gives_no_score_and_a_way_on(
     aime: Benchmark, tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Server, "limit", 4 + 3)
+    monkeypatch.setattr(Server, "limit", 8 + 3)
     monkeypatch.setattr(Server, "takes_s", 0.2)
     with pytest.raises(MkError, match="answers 503") as broken:
         main(load_config([*served(tmp_path, server), "experiment.max_hours=10"]))
@@ -304,6 +304,6 @@ def test_a_server_that_dies_gives_no_score_and_a_way_on(
     monkeypatch.setattr(Server, "bodies", [])
     monkeypatch.setattr(Server, "takes_s", 0.0)
     assert main(load_config([*served(tmp_path, server), f"experiment.resume={folder}"])) == 0
-    assert len(Server.bodies) == 4 + 8 - kept
+    assert len(Server.bodies) == 8 + 8 - kept
     with pytest.raises(MkError, match="does not answer"):
         main(load_config(served(tmp_path, "http://127.0.0.1:9/v1")))

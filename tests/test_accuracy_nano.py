@@ -12,6 +12,9 @@ from mk.errors import MkError
 from mk.model.opening import NANO
 from mk.model.tokenizer import load_tokenizer
 from tests.eval_rig import CHECKS, known, run, write
+from tests.promotion import committed, no, repository, require_kept
+
+__all__ = ["committed", "repository"]
 
 NANO_CODE = ["benchmark=nano_code", "experiment.limit=12"]
 
@@ -47,7 +50,7 @@ def test_another_token_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert ran.status == 1 and ran.row.checks == {**CHECKS, "equal_to_transformers": False}
 
 
-def test_sampled_runs_differ_and_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampled_runs_differ_and_go_on(committed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sampled = [*NANO_CODE, "sampling=top_p", "benchmark.max_tokens=12", "experiment.runs=3"]
     first = run(tmp_path, *sampled)
     samples = first.samples
@@ -62,6 +65,8 @@ def test_sampled_runs_differ_and_go_on(tmp_path: Path, capsys: pytest.CaptureFix
     assert {sample.key: sample.completion.token_ids for sample in read_samples(second.folder)} == ids
     assert "resumed: 20 samples" in capsys.readouterr().out
     assert second.row.score_difference == 0 and second.row.tok_s is None and second.row.checks == CHECKS
+    names = ("score_difference", "score_difference_low", "score_difference_high")
+    require_kept(committed, second.folder, **dict.fromkeys(names, lambda value: value + 1), checks=no)
 
 
 def test_a_toy_needs_a_limit_for_what_it_cannot_solve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

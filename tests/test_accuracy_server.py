@@ -132,7 +132,7 @@ def test_every_engine_gets_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Mo
     with evals.asked.own_server(load_config(["experiment=accuracy", *overrides])) as other:
         url = f"experiment.base_url={other.engine.url}"
         second = run(tmp_path, *overrides, "experiment.limit=4", url, f"experiment.compare={first.folder}")
-    assert sorted(heard[0]) == sorted(heard[1]) and len(set(heard[0])) == 4 + 8
+    assert sorted(heard[0]) == sorted(heard[1]) and len(set(heard[0])) == 2 * 4 + 8
     assert first.row.requests_hash == second.row.requests_hash
     assert (first.row.engine, second.row.engine) == ("scripted", "served") and second.row.score_difference == 0.0
     assert all(b'"stop"' not in body for body in heard[0])

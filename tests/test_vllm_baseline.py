@@ -24,6 +24,9 @@ from mk.rows import Row, read_raw, read_rows
 from mk.runs import RunFolder
 from mk.step_figures import median_ratio, raw_steps, step_figures
 from tests.interpreter_rig import NANO_GEOMETRY
+from tests.promotion import committed, repository, require_kept
+
+__all__ = ["committed", "repository"]
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "tests" / "fake_vllm"
@@ -332,16 +335,19 @@ def test_its_server_is_started_with_what_ours_would_have(tmp_path: Path) -> None
         vllm_serve.arguments(load_config(["experiment=vllm_serve", "weights=random"]))
 
 
-def test_both_servers_are_asked_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = ["experiment=accuracy_vllm", f"baseline.vllm.site={SITE}", f"run_dir={tmp_path}", "experiment.limit=4",
-                 "benchmark.max_tokens=6", "sampling=top_p", "experiment.runs=2"]  # fmt: skip
+def test_both_servers_are_asked_the_same(
+    committed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["experiment=accuracy_vllm", f"baseline.vllm.site={SITE}", f"run_dir={tmp_path / 'runs'}",
+                 "experiment.limit=4", "benchmark.max_tokens=6", "sampling=top_p", "experiment.runs=2"]  # fmt: skip
     assert accuracy_vllm.main(load_config(overrides)) == 0
-    folders = sorted(tmp_path.iterdir(), key=lambda folder: (folder / "rows.jsonl").stat().st_mtime_ns)
+    folders = sorted((tmp_path / "runs").iterdir(), key=lambda folder: (folder / "rows.jsonl").stat().st_mtime_ns)
     rows = [read_rows(folder / "rows.jsonl")[0] for folder in folders]
     assert [row.engine for row in rows] == ["interpreter", "served"] and rows[0].requests_hash == rows[1].requests_hash
     assert all(row.checks["metrics_are_requests"] and row.answers == 8 for row in rows)
     assert rows[0].score_difference is None and rows[1].score_difference is not None
     assert "vLLM answers after" in capsys.readouterr().out
+    for folder in folders:
+        require_kept(committed, folder, score=lambda score: score + 0.5)
 
 
 def test_a_server_that_does_not_start_is_told_by_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
