@@ -29,7 +29,7 @@ def named_server(cfg: Config) -> Asked:
     """The server at experiment.base_url. Raises MkError where it does not answer."""
     settings = cfg.experiment
     engine = ServedEngine(settings.base_url, settings.served_model, cfg.batch.size, settings.timeout_s)
-    return Asked(engine, f"{engine.model} at {settings.base_url}", "unknown")  # a server does not say
+    return Asked(engine, engine.model, "unknown")  # a server does not say
 
 
 @contextlib.contextmanager

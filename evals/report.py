@@ -143,3 +143,12 @@ def lines(result: Result) -> list[str]:
         f"{result.completion_tokens} out; {result.wall_s:.1f} s, {result.tok_s:.0f} tokens/s"
     )
     return found
+
+
+def verdicts(row: Row) -> list[str]:
+    """The difference to another engine, where there is one, and what was verified."""
+    found = []
+    if row.score_difference is not None:
+        interval = f"95 % from {row.score_difference_low:+.4f} to {row.score_difference_high:+.4f}"
+        found.append(f"difference {row.score_difference:+.4f}, {interval}")
+    return found + [f"{name.replace('_', ' ')}: {'yes' if passed else 'NO'}" for name, passed in row.checks.items()]

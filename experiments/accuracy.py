@@ -12,17 +12,19 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from evals.asked import Asked, named_server, own_server
 from evals.benchmarks import open_benchmark
-from evals.benchmarks.base import Benchmark, Problem
+from evals.benchmarks.base import Benchmark, Problem, Score
 from evals.greedy import count_equal
-from evals.harness import evaluate
+from evals.harness import Evaluated, evaluate
 from evals.preflight import estimate, require_affordable
-from evals.report import lines, raw_answers, summarise, theirs, write_report, write_scores
+from evals.report import lines, raw_answers, summarise, theirs, verdicts, write_report, write_scores
 from evals.runner import Runner
 from evals.samples import FILE, Sample, SampleStore
 from evals.sandbox.probes import open_sandbox
+from evals.sandbox.sandbox import Sandbox
 from experiments.console import progress
 from mk.config import Config
 from mk.engines import require_engine
@@ -56,29 +58,10 @@ def score(cfg: Config) -> tuple[int, Path]:
             if settings.resume is not None:
                 store.resume(Path(settings.resume))
                 print(f"resumed: {len(store)} samples")
-            max_tokens = cfg.benchmark.max_tokens
-            assert max_tokens is not None
-            try:
-                with progress("ask", len(problems) * settings.runs) as done:
-                    runner = Runner(asked.engine, _sampling(cfg), max_tokens, store, settings.token_ids, done)
-                    found = evaluate(benchmark, problems, settings.runs, runner, sandbox)
-            except MkError as error:
-                raise MkError(f"{error}; there is no score", hint=_way_on(run, store)) from error
-            except KeyboardInterrupt:
-                print(f"hint: {_way_on(run, store)}")
-                raise
+            runner, found = _ask(cfg, run, benchmark, problems, asked, store, sandbox)
             samples = [sample for sample in store if runner.requests.get(sample.key) == sample.request]
-            completions = [sample.completion for sample in samples]
-            raw = raw_answers(completions, found.scores, runner.wall_s)
+            raw = _raw(cfg, asked, runner, samples, found.scores, answered)
             result = summarise(benchmark, raw, found.scores, runner.requests)
-            raw["counted"] = {
-                "requests": len(runner.requests),
-                "sent": runner.sent,
-                "answered": _counted(asked, runner, answered),
-                "seeds": len({sample.seed for sample in samples}),
-                "runs": settings.runs,
-            }
-            raw["equal"] = _equal(cfg, asked, samples)
             if settings.compare is not None:
                 raw["theirs"] = theirs(Path(settings.compare), found.scores, result.requests_hash)
             row = run.measured(
@@ -86,10 +69,11 @@ def score(cfg: Config) -> tuple[int, Path]:
                 engine=asked.engine.name,
                 dtype=asked.dtype,
                 batch=asked.engine.parallel,
-                context=[max(completion.prompt_tokens for completion in completions)],
+                context=[max(sample.completion.prompt_tokens for sample in samples)],
                 benchmark=cfg.benchmark.name,
                 benchmark_sha256=benchmark.facts["sha256"],
                 requests_hash=result.requests_hash,
+                **({} if settings.base_url is None else {"model": asked.title}),
             )
             write_scores(run.path, found.scores)
             write_report(
@@ -101,13 +85,7 @@ def score(cfg: Config) -> tuple[int, Path]:
                 harness=found.results,
             )
             run.append_row(row, raw)
-            print("\n".join(lines(result)))
-            if row.score_difference is not None:
-                interval = f"95 % from {row.score_difference_low:+.4f} to {row.score_difference_high:+.4f}"
-                print(f"difference {row.score_difference:+.4f}, {interval}")
-            for name, passed in row.checks.items():
-                print(f"{name.replace('_', ' ')}: {'yes' if passed else 'NO'}")
-            print(f"run folder: {run.path}")
+            print("\n".join([*lines(result), *verdicts(row), f"run folder: {run.path}"]))
             return int(not all(row.checks.values())), run.path
 
 
@@ -137,7 +115,8 @@ def _preflight(cfg: Config, benchmark: Benchmark, problems: Sequence[Problem], a
     """
     settings, engine, facts = cfg.experiment, asked.engine, benchmark.facts
     known = "count and hash are as known" if facts["hash_known"] else "nobody has confirmed its hash"
-    print(f"model: {asked.title}\nengine: {engine.name}, {engine.parallel} requests at a time")
+    where = "" if settings.base_url is None else f" at {settings.base_url}"
+    print(f"model: {asked.title}\nengine: {engine.name}{where}, {engine.parallel} requests at a time")
     print(f"benchmark: {cfg.benchmark.name}, {len(problems)} problems of {facts['source']}")
     print(f"data: sha256 {facts['sha256'][:16]}, {known}", flush=True)
     before = engine.count()
@@ -149,6 +128,54 @@ def _preflight(cfg: Config, benchmark: Benchmark, problems: Sequence[Problem], a
     )
     require_affordable(cost, settings.max_hours)
     return None if before is None else engine.count(before + cost.probed)
+
+
+def _ask(
+    cfg: Config,
+    run: RunFolder,
+    benchmark: Benchmark,
+    problems: Sequence[Problem],
+    asked: Asked,
+    store: SampleStore,
+    sandbox: Sandbox | None,
+) -> tuple[Runner, Evaluated]:
+    """Ask and grade. Raises MkError, with the way on, when the engine gives up."""
+    settings, max_tokens = cfg.experiment, cfg.benchmark.max_tokens
+    assert max_tokens is not None
+
+    def way_on() -> str:
+        return f"experiment.resume={run.path} goes on from the {len(store)} samples that are there"
+
+    try:
+        with progress("ask", len(problems) * settings.runs) as done:
+            runner = Runner(asked.engine, _sampling(cfg), max_tokens, store, settings.token_ids, done)
+            return runner, evaluate(benchmark, problems, settings.runs, runner, sandbox)
+    except MkError as error:
+        raise MkError(f"{error}; there is no score", hint=way_on()) from error
+    except KeyboardInterrupt:
+        print(f"hint: {way_on()}")
+        raise
+
+
+def _raw(
+    cfg: Config,
+    asked: Asked,
+    runner: Runner,
+    samples: Sequence[Sample],
+    scores: Sequence[Sequence[Score]],
+    answered: int | None,
+) -> dict[str, Any]:
+    """What the row is computed from."""
+    raw = raw_answers([sample.completion for sample in samples], scores, runner.wall_s)
+    raw["counted"] = {
+        "requests": len(runner.requests),
+        "sent": runner.sent,
+        "answered": _counted(asked, runner, answered),
+        "seeds": len({sample.seed for sample in samples}),
+        "runs": cfg.experiment.runs,
+    }
+    raw["equal"] = _equal(cfg, asked, samples)
+    return raw
 
 
 def _counted(asked: Asked, runner: Runner, answered: int | None) -> int | None:
@@ -176,7 +203,3 @@ def _sampling(cfg: Config) -> SamplingParams:
     """Of run 0."""
     sampled = cfg.sampling
     return SamplingParams(sampled.temperature, sampled.top_k, sampled.top_p, sampled.seed)
-
-
-def _way_on(run: RunFolder, store: SampleStore) -> str:
-    return f"experiment.resume={run.path} goes on from the {len(store)} samples that are there"

@@ -283,6 +283,7 @@ def test_a_foreign_server_answers_without_ids_and_counts(
     assert all(body["temperature"] == 1.0 and body["top_p"] == 0.95 and "stop" not in body for body in asked)
     assert {body["model"] for body in asked} == {"theirs"} and set(Server.keys) == {"Bearer a key"}
     out = capsys.readouterr().out
+    assert row.model == "theirs" and f"model: theirs\nengine: served at {server}" in out
     assert "the server counts no answers in /metrics" in out and "metrics_are_requests" not in row.checks
     with pytest.raises(MkError, match="does not serve ours, but theirs"):
         main(load_config([*served(tmp_path, server), "experiment.served_model=ours"]))
