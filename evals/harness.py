@@ -40,9 +40,16 @@ class BenchmarkTask(Task):
     OUTPUT_TYPE = "generate_until"
 
     def __init__(
-        self, benchmark: Benchmark, problems: Sequence[Problem], runs: int, sandbox: Sandbox | None = None
+        self,
+        benchmark: Benchmark,
+        problems: Sequence[Problem],
+        runs: int,
+        sandbox: Sandbox | None,
+        graded: Callable[[int], None],
     ) -> None:
+        """graded: told how many problems are."""
         self._benchmark, self._runs, self._sandbox = benchmark, runs, sandbox
+        self._graded, self._done = graded, 0
         self._problems = {problem.id: problem for problem in problems}
         super().__init__()
         self._config = TaskConfig(
@@ -87,7 +94,10 @@ class BenchmarkTask(Task):
     def process_results(self, doc: Mapping[str, str], results: Sequence[Any]) -> dict[str, RunScores]:
         """results: of the one request, the contents of each run's answers."""
         problem = self._problems[doc["id"]]
-        return {"score": [self._benchmark.grade(problem, contents, self._sandbox) for contents in results[0]]}
+        scores = [self._benchmark.grade(problem, contents, self._sandbox) for contents in results[0]]
+        self._done += 1
+        self._graded(self._done)
+        return {"score": scores}
 
     def by_run(self, problems: Sequence[RunScores]) -> list[list[Score]]:
         """The scores of each run from those of each problem."""
@@ -106,10 +116,18 @@ class BenchmarkTask(Task):
 
 
 def evaluate(
-    benchmark: Benchmark, problems: Sequence[Problem], runs: int, runner: Runner, sandbox: Sandbox | None
+    benchmark: Benchmark,
+    problems: Sequence[Problem],
+    runs: int,
+    runner: Runner,
+    sandbox: Sandbox | None = None,
+    graded: Callable[[int], None] = lambda problems: None,
 ) -> Evaluated:
-    """Ask every problem `runs` times and grade the answers. Raises MkError when the engine gives up."""
-    task = BenchmarkTask(benchmark, problems, runs, sandbox)
+    """Ask every problem `runs` times, then grade the answers. Raises MkError when the engine gives up.
+
+    graded: told how many problems are.
+    """
+    task = BenchmarkTask(benchmark, problems, runs, sandbox, graded)
     name = benchmark.config.name
     found = harness_evaluate(lm=EngineModel(runner), task_dict={name: task}, bootstrap_iters=0)
     scores = task.by_run([sample["score"] for sample in found["samples"][name]])

@@ -147,9 +147,13 @@ def _ask(
         return f"experiment.resume={run.path} goes on from the {len(store)} samples that are there"
 
     try:
-        with progress("ask", len(problems) * settings.runs) as done:
+        conversations = len(problems) * settings.runs
+        with progress("ask and grade", conversations + len(problems)) as done:
             runner = Runner(asked.engine, _sampling(cfg), max_tokens, store, settings.token_ids, done)
-            return runner, evaluate(benchmark, problems, settings.runs, runner, sandbox)
+            found = evaluate(
+                benchmark, problems, settings.runs, runner, sandbox, lambda graded: done(conversations + graded)
+            )
+        return runner, found
     except MkError as error:
         raise MkError(f"{error}; there is no score", hint=way_on()) from error
     except KeyboardInterrupt:

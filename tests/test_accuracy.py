@@ -82,7 +82,7 @@ def test_runs_have_their_own_seeds_and_the_known_score(aime: Benchmark, tmp_path
     engine = Scripted(first_half)
     store = SampleStore(tmp_path / FILE, "scripted", "m")
     runner = Runner(engine, SAMPLED, 64000, store)
-    found = evaluate(aime, aime.problems, 3, runner, None)
+    found = evaluate(aime, aime.problems, 3, runner)
     assert [[score.unit for score in run] for run in found.scores] == [[f"p{n}" for n in range(4)]] * 3
     asked = [(request.sampling.seed, request.prompt.messages[0]["content"]) for request in engine.requests]
     assert len(set(asked)) == len(asked) == runner.sent == 12 and {seed for seed, _ in asked} == {7, 8, 9}
@@ -112,21 +112,21 @@ def test_what_broke_off_goes_on_from_its_samples(aime: Benchmark, tmp_path: Path
     broken.mkdir(), resumed.mkdir()
     runner = Runner(Scripted(first_half, dies_after=5), SAMPLED, 64000, SampleStore(broken / FILE, "scripted", "m"))
     with pytest.raises(MkError, match="the server is gone"):
-        evaluate(aime, aime.problems, 2, runner, None)
+        evaluate(aime, aime.problems, 2, runner)
     with (broken / FILE).open("a") as file:
         file.write('{"engine": "scri')  # a line that was cut off
     assert len(read_samples(broken)) == 5
     store = SampleStore(resumed / FILE, "scripted", "m")
     store.resume(broken)
     engine = Scripted(first_half)
-    found = evaluate(aime, aime.problems, 2, Runner(engine, SAMPLED, 64000, store), None)
+    found = evaluate(aime, aime.problems, 2, Runner(engine, SAMPLED, 64000, store))
     assert len(engine.requests) == 3 and len(read_samples(resumed)) == 8
     assert list(map(aime.figures, found.scores)) == [{"score": 0.5}] * 2
     # stored answers to other requests are no answers to these
     again = SampleStore(tmp_path / "again.jsonl", "scripted", "m")
     again.resume(broken)
     engine = Scripted(first_half)
-    evaluate(aime, aime.problems, 2, Runner(engine, dataclasses.replace(SAMPLED, seed=100), 64000, again), None)
+    evaluate(aime, aime.problems, 2, Runner(engine, dataclasses.replace(SAMPLED, seed=100), 64000, again))
     assert len(engine.requests) == 8
     with pytest.raises(MkError, match="not other on m"):
         SampleStore(tmp_path / "third.jsonl", "other", "m").resume(broken)
@@ -173,7 +173,7 @@ def test_the_difference_of_two_engines(aime: Benchmark, tmp_path: Path) -> None:
         folder.mkdir()
         store = SampleStore(folder / FILE, name, "m")
         runner = Runner(Scripted(script), SAMPLED, 64000, store)
-        scores = evaluate(aime, aime.problems, 2, runner, None).scores
+        scores = evaluate(aime, aime.problems, 2, runner).scores
         raw = raw_answers([sample.completion for sample in store], scores, 1.0)
         result = summarise(aime, raw, scores, runner.requests)
         write_scores(folder, scores)
