@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
 import pytest
 
 from mk.errors import MkError
@@ -139,9 +141,6 @@ def test_scicode_dev(tmp_path: Path) -> None:
 
 def test_scicode_test(tmp_path: Path) -> None:
     """The test split takes its targets from an HDF5 file, and asks for no step whose code is given."""
-    import h5py
-    import numpy as np
-
     row = {**SCICODE_ROW, "problem_id": "77"}
     given = {**SCICODE_ROW, "problem_id": "62"}  # whose first step is given
     (tmp_path / "scicode").mkdir()

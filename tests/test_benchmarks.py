@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
 import pytest
 
 from evals.benchmarks import open_benchmark
@@ -22,6 +24,7 @@ from evals.benchmarks.choices import LETTERS, chosen_letter, shuffled
 from evals.benchmarks.livecode import same_output
 from evals.benchmarks.nano_code import SAMPLE, next_line
 from evals.benchmarks.scicode import step_code
+from evals.benchmarks.scicode_targets import read_targets
 from evals.sandbox.sandbox import Sandbox
 from mk.compose import load_config
 from mk.errors import MkError
@@ -370,7 +373,13 @@ def test_scicode_drops_imports_alone() -> None:
     assert step_code("none", "") == "" and step_code(code("def f(:"), "") == "def f(:\n"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("scicode") is None, reason="pip install --no-deps nvidia-scicode")
+def test_scicode_without_its_package_says_where_rows_may_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MkError, match=r"scicode/problems_dev\.jsonl does not exist, nor is nvidia-scicode") as missing:
+        benchmark("scicode", tmp_path, "split=dev")
+    assert missing.value.hint is not None and "required_dependencies" in missing.value.hint
+
+
 @pytest.mark.parametrize("index", range(15))
 def test_the_ground_truth_of_scicode_dev_scores_everything(index: int, tmp_path: Path, sandbox: Sandbox) -> None:
     bench = benchmark("scicode", tmp_path, "split=dev")
@@ -385,11 +394,6 @@ def test_the_ground_truth_of_scicode_dev_scores_everything(index: int, tmp_path:
 
 
 def test_scicode_reads_hdf5_targets(tmp_path: Path) -> None:
-    h5py = pytest.importorskip("h5py")
-    import numpy as np
-
-    from evals.benchmarks.scicode_targets import read_targets
-
     with h5py.File(tmp_path / "test_data.h5", "w") as file:
         file["1.1/test1/var1"] = np.arange(3)
         file["1.1/test2/var1"], file["1.1/test2/var2"] = 1.5, "text"

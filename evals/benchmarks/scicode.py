@@ -24,6 +24,7 @@ from typing import Any
 from evals.benchmarks.base import Benchmark, Conversation, Problem, Prompt, Score, last_code_block
 from evals.benchmarks.data import load_rows
 from evals.benchmarks.scicode_programs import check_program, target_program
+from evals.benchmarks.scicode_targets import read_targets
 from evals.sandbox.sandbox import Limits, Sandbox
 from mk.config import BenchmarkConfig
 from mk.errors import MkError
@@ -63,7 +64,13 @@ class SciCode(Benchmark):
 
     def __init__(self, config: BenchmarkConfig, data_dir: Path) -> None:
         folder, split = data_dir / "scicode", str(config.split)
-        rows_folder = folder if (folder / f"{_FILES[split]}.jsonl").exists() else _package() or folder
+        path = folder / f"{_FILES[split]}.jsonl"
+        rows_folder = folder if path.exists() else _package()
+        if rows_folder is None:
+            raise MkError(
+                f"no data for benchmark=scicode: {path} does not exist, nor is nvidia-scicode installed",
+                hint=f"pip install --no-deps nvidia-scicode, or a JSON object a line there, with {', '.join(_FIELDS)}",
+            )
         count, digest = _KNOWN[split]
         config = dataclasses.replace(
             config, file=_FILES[split], count=config.count or count, sha256=config.sha256 or digest
@@ -130,8 +137,6 @@ class SciCode(Benchmark):
         number = str(step["step_number"])
         if number not in self._targets:
             if self._h5 is not None:
-                from evals.benchmarks.scicode_targets import read_targets
-
                 self._targets[number] = read_targets(self._h5, number, len(step["test_cases"]))
             else:
                 self._targets[number] = self._ground_truth(problem, step, sandbox)
