@@ -365,6 +365,7 @@ def test_scicode_goes_step_by_step_on_the_models_own_code(tmp_path: Path, sandbo
     assert verdicts(truth[0], code("def quadruple(x):\n    raise SystemExit")) == [True, False]
     scores = bench.grade(problem, [truth[0], wrong], sandbox)
     assert bench.figures(scores) == {"score": 0.5, "problems": 0.0}
+    assert bench.grade(problem, ["", "```python\n```"], sandbox)[1].why == "no code block"
 
 
 def test_scicode_drops_imports_alone() -> None:

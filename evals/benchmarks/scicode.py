@@ -109,7 +109,7 @@ class SciCode(Benchmark):
             given = self._given.get((problem.id, index))
             code.append(given if given is not None else step_code(next(answers), step["function_header"]))
             if given is None:
-                why = self._check(problem, index, code, sandbox)
+                why = self._check(problem, index, code, sandbox) if code[-1] else "no code block"
                 scores.append(Score(f"{problem.id}.{index + 1}", why == "", code[-1] or None, why=why))
         return scores
 
