@@ -28,7 +28,7 @@ class Asked:
 def named_server(cfg: Config) -> Asked:
     """The server at experiment.base_url. Raises MkError where it does not answer."""
     settings = cfg.experiment
-    engine = ServedEngine(settings.base_url, settings.served_model, cfg.batch.size, settings.timeout_s)
+    engine = ServedEngine(settings.base_url, settings.served_model, cfg.batch.size, _timeout_s(cfg))
     return Asked(engine, engine.model, "unknown")  # a server does not say
 
 
@@ -42,10 +42,16 @@ def own_server(cfg: Config) -> Iterator[Asked]:
         title = cfg.model.path or cfg.model.name
         with in_background(create_app(service, version()), cfg.server.drain_s) as url:
             parallel = min(cfg.batch.size, cfg.server.slots)
-            engine = ServedEngine(f"{url}/v1", service.model_id, parallel, cfg.experiment.timeout_s, name)
+            engine = ServedEngine(f"{url}/v1", service.model_id, parallel, _timeout_s(cfg), name)
             bf16 = name == "cuda" or cfg.engine.numerics == "kernel"
             if name == "scripted":
                 yield Asked(engine, "answers from a script", "unknown")
             else:
                 label = f"{title} (weights: {model.weights_label})"
                 yield Asked(engine, label, "bfloat16" if bf16 else "float32", model)
+
+
+def _timeout_s(cfg: Config) -> float:
+    """Of one answer."""
+    assert cfg.benchmark.timeout_s is not None
+    return cfg.benchmark.timeout_s

@@ -236,7 +236,6 @@ class Accuracy:
     base_url: str | None  # of a server, which then answers in the configured engine's place
     served_model: str | None
     token_ids: bool
-    timeout_s: float  # of one answer of the server
     max_hours: float
     allow_missing: list[str]  # names of evals/sandbox/probes.py
     resume: str | None  # run folder whose samples are taken over

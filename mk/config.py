@@ -329,10 +329,12 @@ class BenchmarkConfig:
     count: int | None = None  # rows that there must be; null: any number
     sha256: str | None = None  # that they must have; null: whatever is there
     max_tokens: int | None = None  # a request may decode, its reasoning included
+    timeout_s: float | None = None  # that one answer may take
     code_s: float | None = None  # CPU seconds of a program's test
 
     def __post_init__(self) -> None:
         require_at_least("benchmark.max_tokens", self.max_tokens, 1)
+        require_at_least("benchmark.timeout_s", self.timeout_s, 1)
         require_at_least("benchmark.count", self.count, 1)
         if self.name == "scicode":
             require_one_of("benchmark.split", self.split or "", ("test", "dev"))
