@@ -32,10 +32,6 @@ class Result:
     wall_s: float
     requests_hash: str
 
-    @property
-    def tok_s(self) -> float:
-        return self.completion_tokens / self.wall_s if self.wall_s else 0.0
-
 
 def raw_answers(completions: Sequence[Completion], scores: Sequence[Sequence[Score]], wall_s: float) -> dict[str, Any]:
     """What a row is computed from. correct: 1 of each unit that is right, by run. answers: whether it ended at the cap
@@ -131,8 +127,8 @@ def theirs(folder: Path, scores: Sequence[Sequence[Score]], requests_hash: str) 
     return [[int(run[score.unit]) for score in scores[0]] for run in found.values()]
 
 
-def lines(result: Result) -> list[str]:
-    """The result to read: percentages, per run and together."""
+def lines(result: Result, row: Row) -> list[str]:
+    """The result to read: percentages, the difference to another engine where there is one, and what was verified."""
     spread = "" if result.sd is None else f", sd {100 * result.sd:.2f}"
     found = [f"score {100 * result.mean:.2f} %{spread}, runs {len(result.figures)}"]
     for run, figures in enumerate(result.figures):
@@ -140,14 +136,9 @@ def lines(result: Result) -> list[str]:
         found.append(f"  run {run}: {shares}")
     found.append(
         f"answers {result.answers}, truncated {result.truncated}; tokens {result.prompt_tokens} in, "
-        f"{result.completion_tokens} out; {result.wall_s:.1f} s, {result.tok_s:.0f} tokens/s"
+        f"{result.completion_tokens} out; {result.wall_s:.1f} s, "
+        + ("some answers from an earlier run" if row.tok_s is None else f"{row.tok_s:.0f} tokens/s")
     )
-    return found
-
-
-def verdicts(row: Row) -> list[str]:
-    """The difference to another engine, where there is one, and what was verified."""
-    found = []
     if row.score_difference is not None:
         interval = f"95 % from {row.score_difference_low:+.4f} to {row.score_difference_high:+.4f}"
         found.append(f"difference {row.score_difference:+.4f}, {interval}")

@@ -20,7 +20,7 @@ from evals.benchmarks.base import Benchmark, Problem, Score
 from evals.greedy import count_equal
 from evals.harness import Evaluated, evaluate
 from evals.preflight import estimate, require_affordable
-from evals.report import lines, raw_answers, summarise, theirs, verdicts, write_report, write_scores
+from evals.report import lines, raw_answers, summarise, theirs, write_report, write_scores
 from evals.runner import Runner
 from evals.samples import FILE, Sample, SampleStore
 from evals.sandbox.probes import open_sandbox
@@ -85,7 +85,7 @@ def score(cfg: Config) -> tuple[int, Path]:
                 harness=found.results,
             )
             run.append_row(row, raw)
-            print("\n".join([*lines(result), *verdicts(row), f"run folder: {run.path}"]))
+            print("\n".join([*lines(result, row), f"run folder: {run.path}"]))
             return int(not all(row.checks.values())), run.path
 
 

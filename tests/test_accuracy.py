@@ -91,7 +91,7 @@ def test_runs_have_their_own_seeds_and_the_known_score(aime: Benchmark, tmp_path
     raw = raw_answers([sample.completion for sample in store], found.scores, 2.0)
     result = summarise(aime, raw, found.scores, runner.requests)
     assert result.figures == [{"score": 0.5}] * 3 and (result.mean, result.sd) == (0.5, 0.0)
-    assert (result.answers, result.truncated, result.completion_tokens, result.tok_s) == (12, 3, 60, 30.0)
+    assert (result.answers, result.truncated, result.completion_tokens, result.wall_s) == (12, 3, 60, 2.0)
     assert [sample.completion.content for sample in read_samples(tmp_path) if sample.problem == "p1"] == [
         r"\boxed{1}"
     ] * 3
@@ -283,6 +283,7 @@ def test_a_foreign_server_answers_without_ids_and_counts(
     assert all(body["temperature"] == 1.0 and body["top_p"] == 0.95 and "stop" not in body for body in asked)
     assert {body["model"] for body in asked} == {"theirs"} and set(Server.keys) == {"Bearer a key"}
     out = capsys.readouterr().out
+    assert row.tok_s == pytest.approx(row.usage_completion_tokens / row.wall_s) and "tokens/s" in out
     assert row.model == "theirs" and f"model: theirs\nengine: served at {server}" in out
     assert "the server counts no answers in /metrics" in out and "metrics_are_requests" not in row.checks
     with pytest.raises(MkError, match="does not serve ours, but theirs"):

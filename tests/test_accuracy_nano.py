@@ -63,7 +63,8 @@ def test_sampled_runs_differ_and_go_on(committed: Path, tmp_path: Path, capsys: 
     second = run(tmp_path, *sampled, f"experiment.resume={first.folder}", f"experiment.compare={first.folder}")
     ids = {sample.key: sample.completion.token_ids for sample in samples}
     assert {sample.key: sample.completion.token_ids for sample in read_samples(second.folder)} == ids
-    assert "resumed: 20 samples" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "resumed: 20 samples" in out and "some answers from an earlier run" in out
     assert second.row.score_difference == 0 and second.row.tok_s is None and second.row.checks == CHECKS
     names = ("score_difference", "score_difference_low", "score_difference_high")
     require_kept(committed, second.folder, **dict.fromkeys(names, lambda value: value + 1), checks=no)
