@@ -16,7 +16,7 @@ from tests.promotion import committed, no, repository, require_kept
 
 __all__ = ["committed", "repository"]
 
-NANO_CODE = ["benchmark=nano_code", "experiment.limit=12"]
+NANO_CODE = ["benchmark=nano_code", "experiment.limit=6"]
 
 
 def test_greedy_is_transformers_greedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,7 +25,7 @@ def test_greedy_is_transformers_greedy(tmp_path: Path, capsys: pytest.CaptureFix
     assert "equal to transformers: yes" in out and "weights: checkpoint" in out
     assert ran.status == 0 and ran.row.checks == {**CHECKS, "equal_to_transformers": True}
     row = ran.row
-    assert (row.engine, row.dtype, row.benchmark, row.answers) == ("interpreter", "float32", "nano_code", 12)
+    assert (row.engine, row.dtype, row.benchmark, row.answers) == ("interpreter", "float32", "nano_code", 6)
     assert row.usage_completion_tokens == sum(len(sample.completion.token_ids or []) for sample in ran.samples)
     assert ran.report["data"]["hash_known"] is True
     tokenizer = load_tokenizer(NANO)
@@ -54,17 +54,17 @@ def test_sampled_runs_differ_and_go_on(committed: Path, tmp_path: Path, capsys: 
     sampled = [*NANO_CODE, "sampling=top_p", "benchmark.max_tokens=12", "experiment.runs=3"]
     first = run(tmp_path, *sampled)
     samples = first.samples
-    assert first.row.checks == CHECKS and len(samples) == 36 and {sample.seed for sample in samples} == {0, 1, 2}
+    assert first.row.checks == CHECKS and len(samples) == 18 and {sample.seed for sample in samples} == {0, 1, 2}
     by_run = [sorted((s.problem, s.completion.token_ids) for s in samples if s.run == run) for run in range(3)]
     assert by_run[0] != by_run[1] != by_run[2] != by_run[0]
     assert first.row.score_sd == pytest.approx(statistics.stdev(first.row.scores or []))
     lines = (first.folder / FILE).read_text().splitlines(keepends=True)
-    (first.folder / FILE).write_text("".join(lines[:20]))
+    (first.folder / FILE).write_text("".join(lines[:10]))
     second = run(tmp_path, *sampled, f"experiment.resume={first.folder}", f"experiment.compare={first.folder}")
     ids = {sample.key: sample.completion.token_ids for sample in samples}
     assert {sample.key: sample.completion.token_ids for sample in read_samples(second.folder)} == ids
     out = capsys.readouterr().out
-    assert "resumed: 20 samples" in out and "some answers from an earlier run" in out
+    assert "resumed: 10 samples" in out and "some answers from an earlier run" in out
     assert second.row.score_difference == 0 and second.row.tok_s is None and second.row.checks == CHECKS
     names = ("score_difference", "score_difference_low", "score_difference_high")
     require_kept(committed, second.folder, **dict.fromkeys(names, lambda value: value + 1), checks=no)
