@@ -47,7 +47,8 @@ lint: setup ## ruff, and mypy on mk/
 
 eval: setup ## score a benchmark: make eval benchmark=nano_code [model=..] [base_url=..] [data_dir=..] [limit=..] [runs=..]
 	@$(VENV) run.py experiment=accuracy $(if $(benchmark),benchmark=$(benchmark)) \
-	$(if $(model),$(if $(wildcard configs/model/$(model).yaml),model=$(model),model.path=$(model))) \
+	$(if $(model),$(if $(base_url),experiment.served_model=$(model),\
+	$(if $(wildcard configs/model/$(model).yaml),model=$(model),model.path=$(model)))) \
 	$(foreach key,base_url data_dir limit runs,$(if $($(key)),experiment.$(key)=$($(key)))) $(ARGS)
 
 promote: setup ## keep runs: make promote run=ID[,ID...] copies rows, raw data and configuration to results/<card>/

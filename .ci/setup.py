@@ -26,6 +26,9 @@ PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "setup.json"
 LOG = VENV / "setup.log"
 
+# Packages that are wanted for the data in them, not for their code, nor for what that depends on.
+DATA = ("nvidia-scicode",)
+
 # Room on disk. A CPU build on Linux x86-64 measures 3.0 GB installed and 0.7 GB of wheels while installing; a CUDA
 # build brings NVIDIA's libraries with it.
 CPU_GB, CUDA_GB = 5, 11
@@ -122,6 +125,7 @@ def set_up(torch: str, pip_args: str) -> None:
     needed = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
     step(3, f"installing {len(needed)} packages and what they need, as pinned (about 0.5 GB to fetch)")
     pip_install("--constraint", str(constraints()), *needed)
+    pip_install("--constraint", str(constraints()), "--no-deps", *DATA)
     STAMP.write_text(json.dumps({"fingerprint": fingerprint(), "torch": torch, "pip_args": pip_args}))
     step(4, f"ready: {tree_gb(VENV):.1f} GB in .venv, {time.monotonic() - begin:.0f} s")
 

@@ -19,6 +19,7 @@ class Request:
     prompt: Prompt
     max_tokens: int
     sampling: SamplingParams
+    token_ids: bool = True  # asked for; vLLM and our server know the field, others may refuse it
 
     def body(self) -> dict[str, Any]:
         """The JSON of an OpenAI request, without the model's name."""
@@ -31,6 +32,8 @@ class Request:
         asked |= {"max_tokens": self.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p}
         if sampling.top_k:
             asked["top_k"] = sampling.top_k
+        if self.token_ids:
+            asked["return_token_ids"] = True
         return asked | {"seed": sampling.seed}
 
     @property
@@ -49,9 +52,9 @@ class Completion:
     finish: str  # stop, or length: truncated
     prompt_tokens: int
     completion_tokens: int
-    latency_s: float  # from when an engine took the request up
+    latency_s: float  # from when the request was sent
     response_id: str = ""
-    prompt_ids: list[int] | None = None  # where the engine is in this process
+    prompt_ids: list[int] | None = None  # where the server gives them
     token_ids: list[int] | None = None
 
 

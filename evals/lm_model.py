@@ -1,61 +1,50 @@
-"""An engine as a model of lm-evaluation-harness, for its own generative tasks: `lm_eval.simple_evaluate(model=...)`.
+"""An engine as a model of lm-evaluation-harness: of our benchmarks (`harness.py`), and of its own generative tasks.
 
-Samples go into the same store as our benchmarks', with id, usage, finish, seed and latency. A task's stop strings are
-not sent, because one could fire inside a thought: what follows the first is cut from the content afterwards.
+Every answer goes into the sample store, with id, usage, finish, seed and latency. The harness repeats a request by
+listing it several times; the i-th is sent with seed + i. A task's stop strings are not sent, because one could fire
+inside a thought: what follows the first is cut from the content afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
+from lm_eval.models.api_models import JsonChatStr
 
-from evals.benchmarks.base import Prompt
-from evals.completion import Completion, Engine, Request
-from evals.samples import SampleStore
+from evals.benchmarks.base import Conversation, Prompt
+from evals.runner import Job, Runner
 from mk.errors import MkError
-from mk.sampling import SamplingParams
+
+CONVERSATION = "conversation"  # among an instance's arguments: what makes one, of a task that asks more than once
 
 
 @register_model("mk-engine")
 class EngineModel(LM):
     """Generates; likelihoods are not an OpenAI server's to give."""
 
-    def __init__(
-        self, engine: Engine, sampling: SamplingParams, max_tokens: int, store: SampleStore, run: int = 0
-    ) -> None:
-        """run: its samples' in the store. max_tokens: of every answer, whatever the task says, reasoning included."""
+    def __init__(self, runner: Runner) -> None:
         super().__init__()
-        self._engine, self._store, self._run = engine, store, run
-        self._sampling, self._max_tokens = sampling, max_tokens
+        self._runner = runner
 
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The contents in the order of the requests, each up to the first of its stop strings."""
-        answers: dict[int, Completion] = {}
-        asked = [Request(_prompt(instance.args[0]), self._max_tokens, self._sampling) for instance in requests]
-        names = [f"{instance.task_name}-{instance.doc_id}-{instance.idx}" for instance in requests]
-        for index, request in enumerate(asked):
-            stored = self._store.find(self._run, names[index], 0, request.digest)
-            if stored is None:
-                self._engine.submit(index, request)
-            else:
-                answers[index] = stored
-        try:
-            while len(answers) < len(asked):
-                for index, completion in self._engine.collect():
-                    assert isinstance(index, int)
-                    answers[index] = completion
-                    seed, digest = self._sampling.seed, asked[index].digest
-                    self._store.add(self._run, names[index], 0, seed, digest, completion)
-        finally:
-            self._engine.close()
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Any]:
+        """In the order of the requests: the contents of a conversation, of a plain task its one content, cut."""
+        repeats: Counter[str] = Counter()
+        jobs = []
+        for instance in requests:
+            name = _name(instance)
+            jobs.append(Job(repeats[name], name, _conversation(instance)))
+            repeats[name] += 1
+        answers = self._runner.run(jobs)
         return [
-            cut(answers[index].content, _stops(instance.args[1]))
-            for index, instance in enumerate(requests)
-        ]  # fmt: skip
+            each.contents if CONVERSATION in instance.args[1] else cut(each.contents[0], _stops(instance.args[1]))
+            for instance, each in zip(requests, answers, strict=True)
+        ]
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         raise MkError("this model generates and gives no likelihoods", hint="a task of output_type generate_until")
@@ -65,9 +54,9 @@ class EngineModel(LM):
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
-    ) -> Any:  # lm_eval says str, and only passes it on
+    ) -> Any:  # lm_eval says str, and hashes it and passes it on
         """The conversation itself: the server has the template."""
-        return tuple(chat_history)
+        return JsonChatStr(json.dumps(chat_history, ensure_ascii=False))
 
     @property
     def tokenizer_name(self) -> str:
@@ -80,10 +69,24 @@ def cut(content: str, stops: Sequence[str]) -> str:
     return content[: min(found)] if found else content
 
 
-def _prompt(context: Any) -> Prompt:
-    return Prompt(text=context) if isinstance(context, str) else Prompt(tuple(context))
+def _name(instance: Instance) -> str:
+    if CONVERSATION in instance.args[1]:
+        return str(instance.doc["id"])
+    return f"{instance.task_name}-{instance.doc_id}-{instance.idx}"
 
 
-def _stops(arguments: Any) -> list[str]:
+def _conversation(instance: Instance) -> Conversation:
+    asked, arguments = instance.args[0], instance.args[1]
+    if CONVERSATION in arguments:
+        made: Conversation = arguments[CONVERSATION]()
+        return made
+    return _once(Prompt(tuple(json.loads(asked.prompt))) if isinstance(asked, JsonChatStr) else Prompt(text=asked))
+
+
+def _once(prompt: Prompt) -> Conversation:
+    yield prompt
+
+
+def _stops(arguments: Mapping[str, Any]) -> list[str]:
     until = arguments.get("until", [])
     return [until] if isinstance(until, str) else list(until)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from evals.benchmarks.base import Benchmark, Score
+from evals.completion import Completion
 from evals.figures import bootstrap_difference, mean_and_sd, share
-from evals.runner import Answers
 from mk.errors import MkError
 from mk.rows import Row
 
@@ -32,15 +32,10 @@ class Result:
     wall_s: float
     requests_hash: str
 
-    @property
-    def tok_s(self) -> float:
-        return self.completion_tokens / self.wall_s if self.wall_s else 0.0
 
-
-def raw_answers(answers: Sequence[Answers], scores: Sequence[Sequence[Score]], wall_s: float) -> dict[str, Any]:
+def raw_answers(completions: Sequence[Completion], scores: Sequence[Sequence[Score]], wall_s: float) -> dict[str, Any]:
     """What a row is computed from. correct: 1 of each unit that is right, by run. answers: whether it ended at the cap
     on its tokens, tokens of its prompt and of itself, of all runs."""
-    completions = [completion for each in answers for completion in each.completions]
     return {
         "kind": "answers",
         "correct": [[int(score.correct) for score in run] for run in scores],
@@ -67,14 +62,16 @@ def totals(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
-    """Fields of `Row`, with verdicts. Besides `raw_answers`: counted, how many requests there were, were sent, came
-    back, and runs and seeds; equal: verdicts on samples; theirs: another engine's `correct`."""
+    """Fields of `Row`, with verdicts. Besides `raw_answers`: counted, how many requests there were and were sent, how
+    many the server counts itself (null where it does not), and runs and seeds; equal: verdicts on samples; theirs:
+    another engine's `correct`."""
     found, counted = totals(raw), raw["counted"]
     checks = {
         "samples_are_requests": counted["requests"] == found["answers"],
-        "answers_are_requests": counted["answered"] == counted["sent"],
         "seeds_differ": counted["seeds"] == counted["runs"],
     }
+    if counted["answered"] is not None:
+        checks["metrics_are_requests"] = counted["answered"] == counted["sent"]
     whole = counted["sent"] == found["answers"]  # no part of the answers is older than the clock
     found["tok_s"] = found["usage_completion_tokens"] / found["wall_s"] if whole and found["wall_s"] else None
     if "theirs" in raw:
@@ -130,8 +127,8 @@ def theirs(folder: Path, scores: Sequence[Sequence[Score]], requests_hash: str) 
     return [[int(run[score.unit]) for score in scores[0]] for run in found.values()]
 
 
-def lines(result: Result) -> list[str]:
-    """The result to read: percentages, per run and together."""
+def lines(result: Result, row: Row) -> list[str]:
+    """The result to read: percentages, the difference to another engine where there is one, and what was verified."""
     spread = "" if result.sd is None else f", sd {100 * result.sd:.2f}"
     found = [f"score {100 * result.mean:.2f} %{spread}, runs {len(result.figures)}"]
     for run, figures in enumerate(result.figures):
@@ -139,6 +136,10 @@ def lines(result: Result) -> list[str]:
         found.append(f"  run {run}: {shares}")
     found.append(
         f"answers {result.answers}, truncated {result.truncated}; tokens {result.prompt_tokens} in, "
-        f"{result.completion_tokens} out; {result.wall_s:.1f} s, {result.tok_s:.0f} tokens/s"
+        f"{result.completion_tokens} out; {result.wall_s:.1f} s, "
+        + ("some answers from an earlier run" if row.tok_s is None else f"{row.tok_s:.0f} tokens/s")
     )
-    return found
+    if row.score_difference is not None:
+        interval = f"95 % from {row.score_difference_low:+.4f} to {row.score_difference_high:+.4f}"
+        found.append(f"difference {row.score_difference:+.4f}, {interval}")
+    return found + [f"{name.replace('_', ' ')}: {'yes' if passed else 'NO'}" for name, passed in row.checks.items()]

@@ -1,17 +1,26 @@
-"""Run a benchmark against an engine: every problem's conversation, in several runs of different seeds; then grade."""
+"""Conversations with an engine, many at a time, each request with its run's seed and every answer kept."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from evals.benchmarks.base import Benchmark, Conversation, Problem, Score
+from evals.benchmarks.base import Conversation
 from evals.completion import Completion, Engine, Request
 from evals.samples import SampleStore
-from evals.sandbox.sandbox import Sandbox
 from mk.errors import MkError
 from mk.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A conversation to have. No two of a runner have the same run and name."""
+
+    run: int
+    name: str  # the problem's
+    conversation: Conversation
 
 
 @dataclass(slots=True)
@@ -19,7 +28,7 @@ class Answers:
     """The answers to one problem in one run, in order."""
 
     run: int
-    problem: Problem
+    name: str
     completions: list[Completion] = field(default_factory=list)
 
     @property
@@ -35,64 +44,71 @@ class _Open:
     conversation: Conversation
     request: Request
 
+    @property
+    def key(self) -> tuple[int, str]:
+        return self.answers.run, self.answers.name
+
 
 class Runner:
-    def __init__(self, benchmark: Benchmark, engine: Engine, sampling: SamplingParams, store: SampleStore) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        sampling: SamplingParams,
+        max_tokens: int,
+        store: SampleStore,
+        token_ids: bool = True,
+        progress: Callable[[int], None] = lambda ended: None,
+    ) -> None:
+        """Run i has the seed of `sampling` + i. max_tokens: of every answer, reasoning included.
+
+        progress: told how many conversations have ended.
+        """
         self.sent = 0  # requests that went to the engine, stored answers not among them
         self.requests: dict[tuple[int, str, int], str] = {}  # their hashes, stored answers among them
-        self._benchmark, self._engine, self._store = benchmark, engine, store
-        self._sampling = sampling
+        self.wall_s = 0.0  # from the first request to the last answer
+        self._engine, self._store = engine, store
+        self._sampling, self._max_tokens, self._token_ids = sampling, max_tokens, token_ids
+        self._progress = progress
 
-    def run(
-        self, problems: Sequence[Problem], runs: int, progress: Callable[[int], None] = lambda done: None
-    ) -> list[Answers]:
-        """Ask every problem `runs` times, run i with seed + i; `progress` is told how many conversations have ended.
+    def run(self, jobs: Sequence[Job]) -> list[Answers]:
+        """Have every conversation; the answers in the order of the jobs.
 
         Raises MkError when the engine gives up; what had been answered by then is in the store.
         """
-        finished: list[Answers] = []
+        finished: dict[tuple[int, str], Answers] = {}
         waiting: dict[tuple[int, str], _Open] = {}
-        for run in range(runs):
-            for problem in problems:
-                conversation = self._benchmark.conversation(problem)
-                opened = self._advance(Answers(run, problem), conversation, None)
-                if opened is None:
-                    raise MkError(f"problem {problem.id} asks nothing")
-                self._settle(opened, waiting, finished)
-        progress(len(finished))
+        started = time.perf_counter()
+        for job in jobs:
+            opened = self._advance(Answers(job.run, job.name), job.conversation, None)
+            if opened is None:
+                raise MkError(f"problem {job.name} asks nothing")
+            self._settle(opened, waiting, finished)
+        self._progress(len(finished))
         try:
             while waiting:
                 for key, completion in self._engine.collect():
                     opened = waiting.pop(key)  # type: ignore[call-overload]
-                    answers = opened.answers
-                    seed = opened.request.sampling.seed
-                    self._store.add(
-                        answers.run,
-                        answers.problem.id,
-                        len(answers.completions),
-                        seed,
-                        opened.request.digest,
-                        completion,
-                    )
+                    step, request = len(opened.answers.completions), opened.request
+                    self._store.add(*opened.key, step, request.sampling.seed, request.digest, completion)
                     self._take(opened, completion, waiting, finished)
-                    progress(len(finished))
+                    self._progress(len(finished))
         finally:
             self._engine.close()
-        order = {problem.id: index for index, problem in enumerate(problems)}
-        return sorted(finished, key=lambda answers: (answers.run, order[answers.problem.id]))
+        self.wall_s += time.perf_counter() - started
+        return [finished[job.run, job.name] for job in jobs]
 
-    def _settle(self, opened: _Open, waiting: dict[tuple[int, str], _Open], finished: list[Answers]) -> None:
+    def _settle(
+        self, opened: _Open, waiting: dict[tuple[int, str], _Open], finished: dict[tuple[int, str], Answers]
+    ) -> None:
         """Answer a conversation from the store as far as that goes, then send its request to the engine."""
-        answers = opened.answers
-        step, digest = len(answers.completions), opened.request.digest
-        self.requests[answers.run, answers.problem.id, step] = digest
-        stored = self._store.find(answers.run, answers.problem.id, step, digest)
+        step, digest = len(opened.answers.completions), opened.request.digest
+        self.requests[*opened.key, step] = digest
+        stored = self._store.find(*opened.key, step, digest)
         if stored is not None:
             self._take(opened, stored, waiting, finished)
             return
-        key = (answers.run, answers.problem.id)
-        waiting[key] = opened
-        self._engine.submit(key, opened.request)
+        waiting[opened.key] = opened
+        self._engine.submit(opened.key, opened.request)
         self.sent += 1
 
     def _take(
@@ -100,12 +116,12 @@ class Runner:
         opened: _Open,
         completion: Completion,
         waiting: dict[tuple[int, str], _Open],
-        finished: list[Answers],
+        finished: dict[tuple[int, str], Answers],
     ) -> None:
         opened.answers.completions.append(completion)
         following = self._advance(opened.answers, opened.conversation, completion.content)
         if following is None:
-            finished.append(opened.answers)
+            finished[opened.key] = opened.answers
         else:
             self._settle(following, waiting, finished)
 
@@ -116,13 +132,4 @@ class Runner:
         except StopIteration:
             return None
         sampling = dataclasses.replace(self._sampling, seed=(self._sampling.seed + answers.run) % 2**64)
-        assert self._benchmark.config.max_tokens is not None
-        return _Open(answers, conversation, Request(prompt, self._benchmark.config.max_tokens, sampling))
-
-
-def grade(benchmark: Benchmark, answers: Sequence[Answers], runs: int, sandbox: Sandbox | None) -> list[list[Score]]:
-    """The scores of each run, problem by problem."""
-    scores: list[list[Score]] = [[] for _ in range(runs)]
-    for each in answers:
-        scores[each.run] += benchmark.grade(each.problem, each.contents, sandbox)
-    return scores
+        return _Open(answers, conversation, Request(prompt, self._max_tokens, sampling, self._token_ids))

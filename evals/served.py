@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import re
 import time
 import urllib.error
 import urllib.request
@@ -14,16 +16,30 @@ from typing import Any
 from evals.completion import Completion, Request
 from mk.errors import MkError
 
+API_KEY = "OPENAI_API_KEY"  # the environment's, where the endpoint wants one
+_ABOUT_S = 30.0  # that a server may take to say something about itself
+_COUNT_S = 5.0  # that it may take to count an answer it has given
+# How servers count the requests that they answered in full; the reason of each is a label.
+_ANSWERED = re.compile(
+    r'^(?:mk_requests_finished_total|vllm:request_success_total)\{.*reason="(?:stop|length)".*\} (\S+)$', re.MULTILINE
+)
+_COUNTS = re.compile(r"^# TYPE (?:mk_requests_finished|vllm:request_success)(?:_total)? counter$", re.MULTILINE)
+
 
 class ServedEngine:
-    def __init__(self, base_url: str, model: str, parallel: int, timeout_s: float) -> None:
-        """`base_url` ends in /v1; `timeout_s` is of a whole answer."""
-        self.name = "served"
+    """model: what the server calls it. context: tokens of prompt and answer, None where it does not say."""
+
+    def __init__(self, base_url: str, model: str | None, parallel: int, timeout_s: float, name: str = "served") -> None:
+        """`base_url` ends in /v1. model: None = the first that the server names. `timeout_s` is of a whole answer.
+
+        Raises MkError where the server does not answer, or does not serve the model.
+        """
+        self.name = name
         self.parallel = parallel
-        self.answered = 0
-        self._url, self._model, self._timeout_s = base_url.rstrip("/"), model, timeout_s
+        self.url, self._timeout_s = base_url.rstrip("/"), timeout_s
         self._pool = ThreadPoolExecutor(parallel)
         self._open: dict[Future[Completion], Hashable] = {}
+        self.model, self.context = self._about(model)
 
     def submit(self, key: Hashable, request: Request) -> None:
         self._open[self._pool.submit(self._ask, request)] = key
@@ -37,31 +53,76 @@ class ServedEngine:
             good = [future for future in done if future.exception() is None]
         for future in done if not good else ():
             future.result()  # raises: only once every answer that did come has been handed out
-        answers = [(self._open.pop(future), future.result()) for future in good]
-        self.answered += len(answers)
-        return answers
+        return [(self._open.pop(future), future.result()) for future in good]
 
     def close(self) -> None:
         for future in self._open:
             future.cancel()
         self._open.clear()
 
+    def count(self, expected: int | None = None) -> int | None:
+        """Requests that the server has answered since it started, by its own /metrics; None where it has none.
+
+        Waits a moment for `expected`: a server may count an answer just after it was sent.
+        """
+        url = self.url.removesuffix("/v1") + "/metrics"
+        end = time.monotonic() + _COUNT_S
+        while True:
+            try:
+                with urllib.request.urlopen(_asked(url), timeout=_ABOUT_S) as reply:
+                    text = reply.read().decode(errors="replace")
+            except (OSError, http.client.HTTPException):
+                return None
+            if not _COUNTS.search(text):
+                return None
+            answered = sum(int(float(value)) for value in _ANSWERED.findall(text))
+            if expected is None or answered >= expected or time.monotonic() > end:
+                return answered
+            time.sleep(0.02)
+
+    def _about(self, model: str | None) -> tuple[str, int | None]:
+        served = self._json("/models", None, _ABOUT_S).get("data")
+        known = {str(each["id"]): each for each in served} if isinstance(served, list) else {}
+        if model is None and not known:
+            raise MkError(
+                f"{self.url}/models names no model", hint="experiment.served_model=<what the server calls it>"
+            )
+        name = next(iter(known)) if model is None else model
+        if known and name not in known:
+            raise MkError(
+                f"{self.url} does not serve {name}, but {', '.join(known)}",
+                hint=f"experiment.served_model={min(known)}",
+            )
+        context = known.get(name, {}).get("max_model_len")
+        return name, context if isinstance(context, int) else None
+
     def _ask(self, request: Request) -> Completion:
         path = "/completions" if request.prompt.messages == () else "/chat/completions"
         started = time.perf_counter()
-        reply = self._post(path, {"model": self._model, **request.body()})
+        reply = self._json(path, {"model": self.model, **request.body()}, self._timeout_s)
         return parse_reply(reply, time.perf_counter() - started)
 
-    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        url = self._url + path
-        asked = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    def _json(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+        """A POST of `body`, a GET without one. Raises MkError for anything but an object in reply."""
+        url = self.url + path
         try:
-            with urllib.request.urlopen(asked, timeout=self._timeout_s) as reply:
+            with urllib.request.urlopen(_asked(url, body), timeout=timeout_s) as reply:
                 return dict(json.load(reply))
         except urllib.error.HTTPError as error:
-            raise MkError(f"{url} answers {error.code}: {error.read(300).decode(errors='replace')}") from error
-        except (OSError, ValueError, http.client.HTTPException) as error:
+            said = error.read(300).decode(errors="replace")
+            refused = error.code == 400 and "return_token_ids" in said
+            raise MkError(
+                f"{url} answers {error.code}: {said}", hint="experiment.token_ids=false" if refused else None
+            ) from error
+        except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
             raise MkError(f"{url} does not answer: {error}", hint="experiment.base_url=<http://.../v1>") from error
+
+
+def _asked(url: str, body: dict[str, Any] | None = None) -> urllib.request.Request:
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get(API_KEY):
+        headers["Authorization"] = f"Bearer {key}"
+    return urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
 
 
 def parse_reply(reply: dict[str, Any], latency_s: float) -> Completion:
@@ -77,6 +138,9 @@ def parse_reply(reply: dict[str, Any], latency_s: float) -> Completion:
             int(usage["completion_tokens"]),
             latency_s,
             str(reply.get("id", "")),
+            # of a conversation the prompt is the reply's, of a text its choice's
+            choice.get("prompt_token_ids", reply.get("prompt_token_ids")),
+            choice.get("token_ids"),
         )
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise MkError(f"not a reply of an OpenAI server: {str(reply)[:200]}") from error

@@ -9,8 +9,6 @@ import json
 import tempfile
 from pathlib import Path
 
-import uvicorn
-
 from experiments.console import progress
 from mk.config import Config
 from mk.engines import require_engine
@@ -18,7 +16,7 @@ from mk.model.opening import open_model
 from mk.model.packing import WeightLayout
 from mk.server.app import create_app
 from mk.server.generation import Service
-from mk.server.launch import Server, api_key, build_service, listen, version
+from mk.server.launch import Server, api_key, build_service, listen, server_settings, version
 
 
 def main(cfg: Config) -> int:
@@ -30,14 +28,7 @@ def main(cfg: Config) -> int:
         with progress("pack weights", len(WeightLayout(model.geometry).entries())) as done:
             service = build_service(cfg, model, lambda packed, _: done(packed))
         app = create_app(service, version(), api_key())
-        settings = uvicorn.Config(
-            app,
-            log_level="warning",
-            timeout_graceful_shutdown=int(cfg.server.drain_s),
-            timeout_keep_alive=30,
-            server_header=False,
-        )
-        server = Server(settings, lambda: print(welcome(cfg, service), flush=True))
+        server = Server(server_settings(app, cfg.server.drain_s), lambda: print(welcome(cfg, service), flush=True))
         server.run(sockets=[listener])
     return 0
 

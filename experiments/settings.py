@@ -243,6 +243,9 @@ class Serve:
     name: str  # what it serves, and how, is in the groups model, engine, prefill and server
 
 
+VllmServe = Serve  # and baseline
+
+
 @dataclass(slots=True)
 class Accuracy:
     name: str
@@ -250,9 +253,8 @@ class Accuracy:
     limit: int | None  # problems
     data_dir: str
     base_url: str | None  # of a server, which then answers in the configured engine's place
-    served_model: str
-    timeout_s: float  # of one answer of the server
-    context: int | None  # tokens that a row has room for
+    served_model: str | None
+    token_ids: bool
     max_hours: float
     allow_missing: list[str]  # names of evals/sandbox/probes.py
     resume: str | None  # run folder whose samples are taken over
@@ -260,9 +262,14 @@ class Accuracy:
     check: bool  # greedy samples with transformers' greedy decode
 
     def __post_init__(self) -> None:
-        for key in ("runs", "limit", "context"):
+        for key in ("runs", "limit"):
             require_at_least(f"experiment.{key}", getattr(self, key), 1)
         require_at_least("experiment.max_hours", self.max_hours, 0)
+        if self.check and not self.token_ids:
+            raise MkError("experiment.check=true compares tokens", hint="experiment.check=false")
+
+
+AccuracyVllm = Accuracy
 
 
 @dataclass(slots=True)

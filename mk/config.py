@@ -324,14 +324,17 @@ class BenchmarkConfig:
     file: str | None = None  # of data_dir, without .jsonl
     hub: str | None = None  # data set id, where data_dir has no such file
     subset: str | None = None  # of the hub's set
+    files: list[str] | None = None  # of the hub's set, JSON lines, where it has only a loader that nobody runs any more
     split: str | None = None
     count: int | None = None  # rows that there must be; null: any number
     sha256: str | None = None  # that they must have; null: whatever is there
     max_tokens: int | None = None  # a request may decode, its reasoning included
+    timeout_s: float | None = None  # that one answer may take
     code_s: float | None = None  # CPU seconds of a program's test
 
     def __post_init__(self) -> None:
         require_at_least("benchmark.max_tokens", self.max_tokens, 1)
+        require_at_least("benchmark.timeout_s", self.timeout_s, 1)
         require_at_least("benchmark.count", self.count, 1)
         if self.name == "scicode":
             require_one_of("benchmark.split", self.split or "", ("test", "dev"))
@@ -347,6 +350,8 @@ class VllmConfig:
     moe_backends: list[str]  # each tried in a start of its own; the fastest one is the baseline
     kv: str  # prefilled: computed from prompts; synthetic: made up by its DecodeBenchConnector
     gpu_memory: float  # share of the card's
+    reasoning_parser: str | None  # of its server: what parts thoughts from content; null leaves them in
+    arguments: list[str]  # more of its server's command line
     timeout_s: int  # of a start with all that it measures
 
     def __post_init__(self) -> None:

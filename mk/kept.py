@@ -122,6 +122,7 @@ SET_BY_EXPERIMENT: dict[str, Callable[[Row, Mapping[str, Any], Mapping[str, Any]
     "accuracy": lambda row, own, config: {  # which is given texts, and no more rows than those
         "batch": list(range(1, config["batch"]["size"] + 1)),
         "context": [row.context],
+        **({"model": [row.model]} if own["base_url"] else {}),  # of a server that has a model of its own
     },
     "quickstart": lambda row, own, config: {
         "batch": [config["batch"]["size"]] + [len(own["ragged"])] * bool(own["ragged"]),

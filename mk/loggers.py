@@ -13,6 +13,7 @@ from mk.config import Config, resolved
 ONLINE_S = 15  # that W&B's server may take to answer; then the run is kept offline
 FINISH_S = 60  # that uploading may take at the end
 KEPT = ("rows.jsonl", "rows.csv", "raw.jsonl", "config.yaml", "meta.json")  # files of a run folder in its artifact
+SAMPLES = ("samples.jsonl", "scores.jsonl", "report.json")  # and those of an evaluation
 FOLDERS = {
     "WANDB_DATA_DIR": "data",
     "WANDB_CACHE_DIR": "cache",
@@ -127,7 +128,7 @@ class WandbLogger:
             self._run.log({"rows": table}, step=len(self._rows))
         for path in figures:
             self._run.log({f"figures/{path.stem}": wandb.Image(str(path))}, step=len(self._rows))
-        files = [*(path for name in KEPT if (path := self._folder / name).exists()), *figures]
+        files = [*(path for name in (*KEPT, *SAMPLES) if (path := self._folder / name).exists()), *figures]
         artifact = wandb.Artifact(f"rows-{self._folder.name}", type="rows")
         for path in files:
             artifact.add_file(str(path), name=path.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import uvicorn
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -27,7 +25,7 @@ from mk.model.tokenizer import Tokenizer, load_tokenizer
 from mk.server.app import create_app
 from mk.server.generation import Service
 from mk.server.grammar import Grammars
-from mk.server.launch import Server, listen
+from mk.server.launch import in_background
 from mk.server.metrics import Metrics
 from tests.engine_rig import POLICY, every_size
 from tests.interpreter_rig import NANO_GEOMETRY
@@ -129,21 +127,9 @@ def serving(
     settings = {"context": engine.context, "max_waiting": 200, "defaults": {"temperature": 0.0}, **service}
     metrics = Metrics(worker)
     made = Service(worker, TOKENIZER, "nano", "fp_test", created=1, metrics=metrics, grammars=GRAMMARS, **settings)
-    listener = listen("127.0.0.1", 0)
-    ready = threading.Event()
-    config = uvicorn.Config(
-        create_app(made, "1.2.3", api_key), log_level="warning", timeout_graceful_shutdown=2, timeout_keep_alive=60
-    )
-    server = Server(config, ready.set)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    served = Served(f"http://127.0.0.1:{listener.getsockname()[1]}", made, replies)
-    thread.start()
-    assert ready.wait(20)
-    try:
+    with in_background(create_app(made, "1.2.3", api_key), drain_s=2) as url:
+        served = Served(url, made, replies)
         yield served
-    finally:
-        server.should_exit = True
-        thread.join(10)
 
 
 @dataclass(slots=True)

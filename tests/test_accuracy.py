@@ -1,4 +1,4 @@
-"""The evaluation's core: seeds, resuming, refusals, figures; against scripts, a stand-in for a server, and nano."""
+"""The evaluation's core: seeds, resuming, refusals, figures; against scripts and a stand-in for a foreign server."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ from evals.benchmarks import open_benchmark
 from evals.benchmarks.base import Benchmark
 from evals.completion import Completion, Request
 from evals.figures import bootstrap_difference, mean_and_sd
-from evals.offline import split_reply
+from evals.harness import evaluate
 from evals.preflight import estimate, require_affordable
 from evals.report import raw_answers, summarise, theirs, write_report, write_scores
-from evals.runner import Runner, grade
+from evals.runner import Answers, Job, Runner
 from evals.samples import FILE, SampleStore, read_samples
 from experiments.accuracy import main
 from mk.compose import load_config
 from mk.errors import MkError
-from mk.model.opening import NANO
-from mk.model.tokenizer import load_tokenizer
 from mk.rows import read_rows
 from mk.sampling import SamplingParams
 from tests.promotion import committed, no, repository, require_kept
@@ -82,15 +80,18 @@ def first_half(request: Request) -> str:
 
 def test_runs_have_their_own_seeds_and_the_known_score(aime: Benchmark, tmp_path: Path) -> None:
     engine = Scripted(first_half)
-    runner = Runner(aime, engine, SAMPLED, SampleStore(tmp_path / FILE, "scripted", "m"))
-    answers = runner.run(aime.problems, 3)
-    assert [(a.run, a.problem.id) for a in answers] == [(run, f"p{n}") for run in range(3) for n in range(4)]
-    assert sorted({request.sampling.seed for request in engine.requests}) == [7, 8, 9] and runner.sent == 12
+    store = SampleStore(tmp_path / FILE, "scripted", "m")
+    runner = Runner(engine, SAMPLED, 64000, store)
+    found = evaluate(aime, aime.problems, 3, runner)
+    assert [[score.unit for score in run] for run in found.scores] == [[f"p{n}" for n in range(4)]] * 3
+    asked = [(request.sampling.seed, request.prompt.messages[0]["content"]) for request in engine.requests]
+    assert len(set(asked)) == len(asked) == runner.sent == 12 and {seed for seed, _ in asked} == {7, 8, 9}
     assert all(request.max_tokens == 64000 and request.sampling.top_p == 0.95 for request in engine.requests)
-    scores = grade(aime, answers, 3, None)
-    result = summarise(aime, raw_answers(answers, scores, 2.0), scores, runner.requests)
+    assert found.results["results"]["aime2025"]["score,none"] == 0.5
+    raw = raw_answers([sample.completion for sample in store], found.scores, 2.0)
+    result = summarise(aime, raw, found.scores, runner.requests)
     assert result.figures == [{"score": 0.5}] * 3 and (result.mean, result.sd) == (0.5, 0.0)
-    assert (result.answers, result.truncated, result.completion_tokens, result.tok_s) == (12, 3, 60, 30.0)
+    assert (result.answers, result.truncated, result.completion_tokens, result.wall_s) == (12, 3, 60, 2.0)
     assert [sample.completion.content for sample in read_samples(tmp_path) if sample.problem == "p1"] == [
         r"\boxed{1}"
     ] * 3
@@ -98,7 +99,9 @@ def test_runs_have_their_own_seeds_and_the_known_score(aime: Benchmark, tmp_path
 
 def test_requests_are_equal_by_their_hash_and_carry_no_stops(aime: Benchmark) -> None:
     request = Request(next(aime.conversation(aime.problems[0])), 8, SAMPLED)
-    assert set(request.body()) == {"messages", "max_tokens", "temperature", "top_p", "seed"}
+    fields = {"messages", "max_tokens", "temperature", "top_p", "seed"}
+    assert set(request.body()) == {*fields, "return_token_ids"}
+    assert set(dataclasses.replace(request, token_ids=False).body()) == fields
     assert request.digest == Request(next(aime.conversation(aime.problems[0])), 8, SAMPLED).digest
     others = [dataclasses.replace(request, max_tokens=9), dataclasses.replace(request, sampling=SamplingParams())]
     assert len({request.digest, *(other.digest for other in others)}) == 3
@@ -107,23 +110,23 @@ def test_requests_are_equal_by_their_hash_and_carry_no_stops(aime: Benchmark) ->
 def test_what_broke_off_goes_on_from_its_samples(aime: Benchmark, tmp_path: Path) -> None:
     broken, resumed = tmp_path / "broken", tmp_path / "resumed"
     broken.mkdir(), resumed.mkdir()
-    runner = Runner(aime, Scripted(first_half, dies_after=5), SAMPLED, SampleStore(broken / FILE, "scripted", "m"))
+    runner = Runner(Scripted(first_half, dies_after=5), SAMPLED, 64000, SampleStore(broken / FILE, "scripted", "m"))
     with pytest.raises(MkError, match="the server is gone"):
-        runner.run(aime.problems, 2)
+        evaluate(aime, aime.problems, 2, runner)
     with (broken / FILE).open("a") as file:
         file.write('{"engine": "scri')  # a line that was cut off
     assert len(read_samples(broken)) == 5
     store = SampleStore(resumed / FILE, "scripted", "m")
     store.resume(broken)
     engine = Scripted(first_half)
-    answers = Runner(aime, engine, SAMPLED, store).run(aime.problems, 2)
-    assert len(engine.requests) == 3 and len(answers) == len(read_samples(resumed)) == 8
-    assert list(map(aime.figures, grade(aime, answers, 2, None))) == [{"score": 0.5}] * 2
+    found = evaluate(aime, aime.problems, 2, Runner(engine, SAMPLED, 64000, store))
+    assert len(engine.requests) == 3 and len(read_samples(resumed)) == 8
+    assert list(map(aime.figures, found.scores)) == [{"score": 0.5}] * 2
     # stored answers to other requests are no answers to these
     again = SampleStore(tmp_path / "again.jsonl", "scripted", "m")
     again.resume(broken)
     engine = Scripted(first_half)
-    Runner(aime, engine, dataclasses.replace(SAMPLED, seed=100), again).run(aime.problems, 2)
+    evaluate(aime, aime.problems, 2, Runner(engine, dataclasses.replace(SAMPLED, seed=100), 64000, again))
     assert len(engine.requests) == 8
     with pytest.raises(MkError, match="not other on m"):
         SampleStore(tmp_path / "third.jsonl", "other", "m").resume(broken)
@@ -132,24 +135,29 @@ def test_what_broke_off_goes_on_from_its_samples(aime: Benchmark, tmp_path: Path
         read_samples(broken)
 
 
+def converse(bench: Benchmark, runner: Runner) -> list[Answers]:
+    return runner.run([Job(0, problem.id, bench.conversation(problem)) for problem in bench.problems])
+
+
 def test_steps_are_asked_one_after_the_other_and_resumed_in_the_middle(tmp_path: Path) -> None:
     bench = scicode(tmp_path, [SCICODE_ROW])
     engine = Scripted(lambda request: f"```python\ncode_{request.prompt.messages[-1]['content'].count('code_')}\n```")
     store = SampleStore(tmp_path / FILE, "scripted", "m")
-    (answers,) = Runner(bench, engine, SAMPLED, store).run(bench.problems, 1)
+    (answers,) = converse(bench, Runner(engine, SAMPLED, 100, store))
     assert answers.contents == ["```python\ncode_0\n```", "```python\ncode_1\n```"]
     half = SampleStore(tmp_path / "half.jsonl", "scripted", "m")
     half.add(0, "900", 0, 7, engine.requests[0].digest, answers.completions[0])
     engine = Scripted(lambda request: "second")
-    (resumed,) = Runner(bench, engine, SAMPLED, half).run(bench.problems, 1)
+    (resumed,) = converse(bench, Runner(engine, SAMPLED, 100, half))
     assert resumed.contents == ["```python\ncode_0\n```", "second"] and len(engine.requests) == 1
 
 
 def test_the_preflight_refuses_what_would_take_too_long(aime: Benchmark) -> None:
     engine = Scripted(first_half)
     found = estimate(aime, aime.problems, 7, engine, SAMPLED)
-    assert found.requests == 28 and len(engine.requests) == 2
-    assert all(request.max_tokens == 32 for request in engine.requests)
+    assert found.requests == 28 and len(engine.requests) == found.probed == 4 and found.cap == 64000
+    assert estimate(aime, aime.problems, 7, Scripted(first_half), SAMPLED, context=8192).cap == 8192
+    assert [request.max_tokens for request in engine.requests] == [2, 2, 32, 32]  # the first two are not timed
     slow = dataclasses.replace(found, hours=1.5)
     with pytest.raises(MkError, match=r"may take 1\.5 hours, experiment\.max_hours is 1") as refused:
         require_affordable(slow, 1.0)
@@ -163,10 +171,11 @@ def test_the_difference_of_two_engines(aime: Benchmark, tmp_path: Path) -> None:
     for name, script in (("a", first_half), ("b", lambda request: "")):
         folder = tmp_path / name
         folder.mkdir()
-        runner = Runner(aime, Scripted(script), SAMPLED, SampleStore(folder / FILE, name, "m"))
-        answers = runner.run(aime.problems, 2)
-        scores = grade(aime, answers, 2, None)
-        result = summarise(aime, raw_answers(answers, scores, 1.0), scores, runner.requests)
+        store = SampleStore(folder / FILE, name, "m")
+        runner = Runner(Scripted(script), SAMPLED, 64000, store)
+        scores = evaluate(aime, aime.problems, 2, runner).scores
+        raw = raw_answers([sample.completion for sample in store], scores, 1.0)
+        result = summarise(aime, raw, scores, runner.requests)
         write_scores(folder, scores)
         write_report(folder, result)
         folders.append(folder)
@@ -194,22 +203,19 @@ def test_the_bootstrap_interval_covers_what_it_should() -> None:
     assert mean_and_sd([0.2]) == (0.2, None)
 
 
-def test_content_is_what_comes_after_the_thoughts() -> None:
-    tokenizer = load_tokenizer(NANO)
-    marker, text = tokenizer.marker, tokenizer.encode
-    ends = marker("end_thinking"), marker("start_text"), marker("end_text")
-    whole = [*text("I think"), ends[0], ends[1], *text("42"), ends[2], marker("end_turn")]
-    assert split_reply(tokenizer, whole) == ("I think", "42")
-    assert split_reply(tokenizer, text("42, I think")) == ("42, I think", "")  # truncated in a thought: no answer
-    assert split_reply(tokenizer, [ends[0], ends[1], *text("cut")]) == ("", "cut")
-
-
 class Server(BaseHTTPRequestHandler):
     """Answers as an OpenAI server would, right every time, until it has answered `limit` requests."""
 
     bodies: ClassVar[list[dict[str, Any]]] = []
+    keys: ClassVar[list[str | None]] = []
     limit = 100
     takes_s = 0.0  # an answer; a refusal comes at once
+
+    def do_GET(self) -> None:
+        if self.path != "/v1/models":
+            self.send_error(404)
+            return
+        self.reply({"data": [{"id": "theirs"}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -217,16 +223,17 @@ class Server(BaseHTTPRequestHandler):
             self.send_error(503)
             return
         self.bodies.append(body)
+        self.keys.append(self.headers["Authorization"])
         time.sleep(self.takes_s)
         number = body["messages"][-1]["content"].split("\n")[0].removeprefix("number ")
         message = {"role": "assistant", "reasoning_content": r"\boxed{9}", "content": rf"\boxed{{{number}}}"}
         usage = {"prompt_tokens": 5, "completion_tokens": 7}
-        reply = json.dumps(
-            {"id": f"r{number}", "usage": usage, "choices": [{"message": message, "finish_reason": "stop"}]}
-        )
+        self.reply({"id": f"r{number}", "usage": usage, "choices": [{"message": message, "finish_reason": "stop"}]})
+
+    def reply(self, values: dict[str, Any]) -> None:
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(reply.encode())
+        self.wfile.write(json.dumps(values).encode())
 
     def log_message(self, *_: object) -> None:
         pass
@@ -235,6 +242,7 @@ class Server(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(Server, "bodies", [])
+    monkeypatch.setattr(Server, "keys", [])
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as httpd:
         threading.Thread(target=httpd.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{httpd.server_port}/v1"
@@ -244,10 +252,18 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def served(root: Path, url: str) -> list[str]:
     return ["experiment=accuracy", "benchmark=aime2025", "benchmark.count=4", "benchmark.sha256=null",
             f"experiment.data_dir={root}", f"run_dir={root / 'runs'}", f"experiment.base_url={url}",
-            "experiment.limit=4", "experiment.runs=2"]  # fmt: skip
+            "experiment.runs=2"]  # fmt: skip
 
 
-def test_a_server_answers_in_the_engines_place(aime: Benchmark, committed: Path, tmp_path: Path, server: str) -> None:
+def test_a_foreign_server_answers_without_ids_and_counts(
+    aime: Benchmark,
+    committed: Path,
+    tmp_path: Path,
+    server: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "a key")
     assert main(load_config(served(tmp_path, server))) == 0
     (folder,) = (tmp_path / "runs").iterdir()
     (row,) = read_rows(folder / "rows.jsonl")
@@ -262,15 +278,22 @@ def test_a_server_answers_in_the_engines_place(aime: Benchmark, committed: Path,
     require_kept(committed, folder, **dict.fromkeys(names, lambda value: value + 1), scores=lambda _: [0.5], checks=no)
     sample = read_samples(folder)[0]
     assert sample.completion.response_id.startswith("r") and sample.completion.reasoning == r"\boxed{9}"
-    asked = Server.bodies[4:]  # after the probe's
+    asked = Server.bodies[8:]  # after the probe's
     assert sorted(body["seed"] for body in asked) == [0] * 4 + [1] * 4
     assert all(body["temperature"] == 1.0 and body["top_p"] == 0.95 and "stop" not in body for body in asked)
+    assert {body["model"] for body in asked} == {"theirs"} and set(Server.keys) == {"Bearer a key"}
+    out = capsys.readouterr().out
+    assert row.tok_s == pytest.approx(row.usage_completion_tokens / row.wall_s) and "tokens/s" in out
+    assert row.model == "theirs" and f"model: theirs\nengine: served at {server}" in out
+    assert "the server counts no answers in /metrics" in out and "metrics_are_requests" not in row.checks
+    with pytest.raises(MkError, match="does not serve ours, but theirs"):
+        main(load_config([*served(tmp_path, server), "experiment.served_model=ours"]))
 
 
 def test_a_server_that_dies_gives_no_score_and_a_way_on(
     aime: Benchmark, tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Server, "limit", 4 + 3)
+    monkeypatch.setattr(Server, "limit", 8 + 3)
     monkeypatch.setattr(Server, "takes_s", 0.2)
     with pytest.raises(MkError, match="answers 503") as broken:
         main(load_config([*served(tmp_path, server), "experiment.max_hours=10"]))
@@ -283,57 +306,6 @@ def test_a_server_that_dies_gives_no_score_and_a_way_on(
     monkeypatch.setattr(Server, "bodies", [])
     monkeypatch.setattr(Server, "takes_s", 0.0)
     assert main(load_config([*served(tmp_path, server), f"experiment.resume={folder}"])) == 0
-    assert len(Server.bodies) == 4 + 8 - kept
+    assert len(Server.bodies) == 8 + 8 - kept
     with pytest.raises(MkError, match="does not answer"):
         main(load_config(served(tmp_path, "http://127.0.0.1:9/v1")))
-
-
-def overrides(root: Path, *more: str) -> list[str]:
-    return ["experiment=accuracy", "benchmark=nano_code", f"run_dir={root}", "experiment.limit=6", *more]
-
-
-def test_nano_code_greedy_is_transformers_greedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(load_config(overrides(tmp_path, "benchmark.max_tokens=12"))) == 0
-    out = capsys.readouterr().out
-    assert "equal to transformers: yes" in out and "weights: checkpoint" in out
-    (folder,) = tmp_path.iterdir()
-    (row,) = read_rows(folder / "rows.jsonl")
-    assert row.checks == {
-        "samples_are_requests": True, "answers_are_requests": True, "seeds_differ": True, "equal_to_transformers": True,
-    }  # fmt: skip
-    assert (row.benchmark, row.answers, row.truncated, row.usage_completion_tokens) == ("nano_code", 6, 6, 72)
-    assert json.loads((folder / "report.json").read_text())["data"]["hash_known"] is True
-
-
-def test_sampled_runs_differ_and_go_on(committed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sampled = ["sampling=top_p", "benchmark.max_tokens=8", "experiment.runs=3"]
-    assert main(load_config(overrides(tmp_path / "one", *sampled))) == 0
-    (folder,) = (tmp_path / "one").iterdir()
-    samples = read_samples(folder)
-    assert {sample.seed for sample in samples} == {0, 1, 2} and len(samples) == 18
-    by_run = [[s.completion.token_ids for s in samples if s.run == run] for run in range(3)]
-    assert by_run[0] != by_run[1] != by_run[2]
-    lines = (folder / FILE).read_text().splitlines(keepends=True)
-    (folder / FILE).write_text("".join(lines[:10]))
-    resume = f"experiment.resume={folder}"
-    assert main(load_config(overrides(tmp_path / "two", *sampled, resume, f"experiment.compare={folder}"))) == 0
-    (second,) = (tmp_path / "two").iterdir()
-    ids = {sample.key: sample.completion.token_ids for sample in samples}
-    assert {sample.key: sample.completion.token_ids for sample in read_samples(second)} == ids
-    assert "resumed: 10 samples" in capsys.readouterr().out
-    (row,) = read_rows(second / "rows.jsonl")
-    assert row.score_difference == 0 and row.tok_s is None
-    names = ("score_difference", "score_difference_low", "score_difference_high")
-    require_kept(committed, second, **dict.fromkeys(names, lambda value: value + 1))
-
-
-def test_a_toy_needs_a_limit_for_what_it_cannot_solve(aime: Benchmark, tmp_path: Path) -> None:
-    config = ["experiment=accuracy", "benchmark=aime2025", "benchmark.count=4", "benchmark.sha256=null",
-              f"experiment.data_dir={tmp_path}", f"run_dir={tmp_path / 'runs'}"]  # fmt: skip
-    with pytest.raises(MkError, match="only proves the pipeline") as refused:
-        main(load_config(config))
-    assert refused.value.hint and "experiment.limit=2" in refused.value.hint
-    limited = [*config, "experiment.limit=2", "experiment.check=false"]
-    with pytest.raises(MkError, match="experiment.max_hours is 0.001"):
-        main(load_config([*limited, "benchmark.max_tokens=3000", "experiment.max_hours=0.001"]))
-    assert main(load_config([*limited, "benchmark.max_tokens=8"])) == 0

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
 import pytest
 
 from evals.benchmarks import open_benchmark
@@ -22,6 +24,7 @@ from evals.benchmarks.choices import LETTERS, chosen_letter, shuffled
 from evals.benchmarks.livecode import same_output
 from evals.benchmarks.nano_code import SAMPLE, next_line
 from evals.benchmarks.scicode import step_code
+from evals.benchmarks.scicode_targets import read_targets
 from evals.sandbox.sandbox import Sandbox
 from mk.compose import load_config
 from mk.errors import MkError
@@ -112,6 +115,30 @@ def test_counts_hashes_and_fields_are_checked(tmp_path: Path) -> None:
     (tmp_path / "aime2025.jsonl").write_text("{")
     with pytest.raises(MkError, match="aime2025.jsonl:1: not JSON"):
         benchmark("aime2025", tmp_path)
+
+
+def test_the_hub_is_asked_for_what_the_configuration_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set that has only a loading script is read by its files, in their order."""
+    import datasets
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    asked: list[Any] = []
+
+    def load_dataset(*arguments: Any, **options: Any) -> list[dict[str, Any]]:
+        asked.append((arguments, options))
+        return [STDIN_ROW]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    hub = "livecodebench/code_generation_lite"
+    assert benchmark("livecodebench_v6", tmp_path, "count=1").facts["source"] == f"{hub}:test"
+    ((arguments, options),) = asked
+    files = options["data_files"]["test"]
+    assert arguments == ("json",) and len(files) == 6 and options["split"] == "test"
+    assert [files[0], files[5]] == [f"hf://datasets/{hub}/test.jsonl", f"hf://datasets/{hub}/test6.jsonl"]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **_: asked.append(arguments) or [])
+    with pytest.raises(MkError, match="has 0 rows, benchmark=gpqa has 198"):
+        benchmark("gpqa", tmp_path)
+    assert asked[-1] == ("Idavidrein/gpqa", "gpqa_diamond")
 
 
 # choices
@@ -338,6 +365,7 @@ def test_scicode_goes_step_by_step_on_the_models_own_code(tmp_path: Path, sandbo
     assert verdicts(truth[0], code("def quadruple(x):\n    raise SystemExit")) == [True, False]
     scores = bench.grade(problem, [truth[0], wrong], sandbox)
     assert bench.figures(scores) == {"score": 0.5, "problems": 0.0}
+    assert bench.grade(problem, ["", "```python\n```"], sandbox)[1].why == "no code block"
 
 
 def test_scicode_drops_imports_alone() -> None:
@@ -346,7 +374,13 @@ def test_scicode_drops_imports_alone() -> None:
     assert step_code("none", "") == "" and step_code(code("def f(:"), "") == "def f(:\n"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("scicode") is None, reason="pip install --no-deps nvidia-scicode")
+def test_scicode_without_its_package_says_where_rows_may_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MkError, match=r"scicode/problems_dev\.jsonl does not exist, nor is nvidia-scicode") as missing:
+        benchmark("scicode", tmp_path, "split=dev")
+    assert missing.value.hint is not None and "required_dependencies" in missing.value.hint
+
+
 @pytest.mark.parametrize("index", range(15))
 def test_the_ground_truth_of_scicode_dev_scores_everything(index: int, tmp_path: Path, sandbox: Sandbox) -> None:
     bench = benchmark("scicode", tmp_path, "split=dev")
@@ -361,11 +395,6 @@ def test_the_ground_truth_of_scicode_dev_scores_everything(index: int, tmp_path:
 
 
 def test_scicode_reads_hdf5_targets(tmp_path: Path) -> None:
-    h5py = pytest.importorskip("h5py")
-    import numpy as np
-
-    from evals.benchmarks.scicode_targets import read_targets
-
     with h5py.File(tmp_path / "test_data.h5", "w") as file:
         file["1.1/test1/var1"] = np.arange(3)
         file["1.1/test2/var1"], file["1.1/test2/var2"] = 1.5, "text"

@@ -81,7 +81,7 @@ def test_help_lists_experiments_with_a_line_and_groups_with_options(capsys: pyte
         (["model.pth=x"], "unknown key model.pth", "did you mean model.path?"),
         (["batch.size=two"], "batch.size: Value 'two'", "--help"),
         (["experiment=quikstart"], "unknown option experiment=quikstart", "experiment has accuracy"),
-        (["experiment=zzz"], "unknown option experiment=zzz", "experiment has accuracy, context_sweep"),
+        (["experiment=zzz"], "unknown option experiment=zzz", "experiment has accuracy, accuracy_vllm"),
         (["--cgf", "job"], "unrecognized arguments: --cgf", "--help"),
         (["--cfg", "all"], "argument --cfg: invalid choice: 'all'", "--help"),
         (["nonsense"], "cannot read 'nonsense'", "key=value"),

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import lm_eval
 import pytest
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
 
 from evals.completion import Request
+from evals.lm_model import EngineModel, cut
+from evals.runner import Runner
 from evals.samples import FILE, SampleStore, read_samples
 from mk.errors import MkError
 from mk.sampling import SamplingParams
 from tests.test_accuracy import Scripted
-
-lm_eval = pytest.importorskip("lm_eval")
 
 TASK = """
 task: sums
@@ -34,10 +37,6 @@ def answer(request: Request) -> str:
 
 
 def test_the_harness_scores_what_the_engine_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lm_eval.tasks import TaskManager
-
-    from evals.lm_model import EngineModel
-
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     data = tmp_path / "sums.jsonl"
     data.write_text('{"question": "1 + 1 =", "answer": "2"}\n{"question": "2 + 2 =", "answer": "4"}\n')
@@ -45,7 +44,7 @@ def test_the_harness_scores_what_the_engine_says(tmp_path: Path, monkeypatch: py
     (tmp_path / "tasks" / "sums.yaml").write_text(TASK.replace("DATA", str(data)))
     store = SampleStore(tmp_path / FILE, "scripted", "m")
     engine = Scripted(answer)
-    model = EngineModel(engine, SamplingParams(1.0, seed=3), 100, store)
+    model = EngineModel(Runner(engine, SamplingParams(1.0, seed=3), 100, store))
     manager = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
     found = lm_eval.simple_evaluate(model=model, tasks=["sums"], task_manager=manager, bootstrap_iters=0)
     assert found["results"]["sums"]["exact_match,none"] == 0.5
@@ -58,7 +57,20 @@ def test_the_harness_scores_what_the_engine_says(tmp_path: Path, monkeypatch: py
         model.loglikelihood([])
 
 
-def test_contents_are_cut_at_the_first_stop() -> None:
-    from evals.lm_model import cut
+def test_a_conversation_goes_to_the_engine_as_messages(tmp_path: Path) -> None:
+    """With the harness' chat template on, which is then the server's own."""
+    asked: list[Request] = []
 
+    def listen(request: Request) -> str:
+        asked.append(request)
+        return "2"
+
+    model = EngineModel(Runner(Scripted(listen), SamplingParams(), 100, SampleStore(tmp_path / FILE, "scripted", "m")))
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1 = ß"}]
+    instance = Instance("generate_until", {}, (model.apply_chat_template(messages), {"until": []}), 0)
+    assert model.generate_until([instance]) == ["2"]
+    assert asked[0].body()["messages"] == messages and asked[0].prompt.text is None
+
+
+def test_contents_are_cut_at_the_first_stop() -> None:
     assert cut("a. b\n\nc", ["\n\n", "."]) == "a" and cut("abc", ["x", ""]) == "abc"

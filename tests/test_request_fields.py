@@ -62,6 +62,14 @@ def message(answer: Answer) -> Answer:
     return found
 
 
+def gives_ids(base: Answer, changed: Answer) -> bool:
+    """Every token of prompt and answer, the one that ended it among them."""
+    (choice,) = changed["choices"]
+    prompt, ids = choice.get("prompt_token_ids", changed.get("prompt_token_ids", [])), choice.get("token_ids", [])
+    counts = [changed["usage"][name] for name in ("prompt_tokens", "completion_tokens")]
+    return TOKENIZER.decode(ids, skip_special=True) == text(changed) != "" and [len(prompt), len(ids)] == counts
+
+
 def only_the_likeliest(base: Answer, changed: Answer) -> bool:
     return text(base) != text(changed) == " a" * END_AFTER
 
@@ -125,6 +133,7 @@ SHARED = (
         (1, "yes"),
         GREEDY,
     ),
+    Row("return_token_ids", True, gives_ids, (1, "yes"), GREEDY),
 )
 
 
@@ -277,6 +286,8 @@ def test_stream_and_its_options_change_the_form(served: Served) -> None:
         assert "usage" in events(served.post(path, with_usage))[-1] and "usage" not in events(streamed)[-1]
         for wrong in ({"stream": "yes"}, {"stream": 1}, {"stream_options": {}}, {"stream": True, "stream_options": 3}):
             refused(served.post(path, {**body, **wrong}), 400, "invalid_value")
+        ids = {**body, "stream": True, "return_token_ids": True}
+        refused(served.post(path, ids), 400, "unsupported_parameter", "return_token_ids")
         refused(served.post(path, {**body, "model": 3}), 400, "invalid_value", "model")
         refused(served.post(path, {**body, "model": "other"}), 404, "model_not_found", "model")
         assert served.post(path, {**body, "model": "nano"}).json()["choices"] == whole.json()["choices"]

@@ -15,7 +15,7 @@ from evals.sandbox.sandbox import Limits, RefusedError, Sandbox
 from mk.errors import MkError
 
 ROOT = Path(__file__).resolve().parent.parent
-SHORT = Limits(wall_s=3.0, cpu_s=1, memory_mb=512, file_mb=2, processes=8)
+SHORT = Limits(wall_s=5.0, cpu_s=2, memory_mb=256, file_mb=2, processes=8)  # a busy machine needs some of that
 
 
 @pytest.fixture(scope="module")

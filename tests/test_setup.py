@@ -105,11 +105,9 @@ def test_a_full_disk_is_seen_before_anything_is_fetched(
             setup.check_machine(torch, "")
 
 
-def test_constraints_pin_every_direct_dependency() -> None:
-    import tomllib
-
+def test_constraints_pin_every_direct_dependency(setup) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    needed = [*project["dependencies"], *project["optional-dependencies"]["dev"], *setup.DATA]
     pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     for requirement in map(Requirement, needed):
         assert requirement.specifier.contains(pinned[requirement.name]), requirement

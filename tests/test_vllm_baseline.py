@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,20 +11,25 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import decode_throughput, vllm_decode
+from experiments import accuracy_vllm, decode_throughput, vllm_decode, vllm_serve
 from experiments.baselines import vllm_process as vllm
 from experiments.baselines.vllm_extension import distinct_by_layer, register_uniform, uniform_distinct
 from mk.compose import load_config
 from mk.config import Config
 from mk.errors import MkError
 from mk.model.geometry import PRESETS, Geometry
+from mk.model.opening import NANO
 from mk.roofline import uniform_experts
 from mk.rows import Row, read_raw, read_rows
 from mk.runs import RunFolder
 from mk.step_figures import median_ratio, raw_steps, step_figures
 from tests.interpreter_rig import NANO_GEOMETRY
+from tests.promotion import committed, repository, require_kept
 
-SITE = Path(__file__).parent / "fake_vllm"
+__all__ = ["committed", "repository"]
+
+ROOT = Path(__file__).resolve().parent.parent
+SITE = ROOT / "tests" / "fake_vllm"
 SMALL = ["experiment.batches=[1,2]", "experiment.context=64", "experiment.steps=24", "experiment.warmup=4"]
 
 
@@ -300,3 +306,53 @@ def test_a_row_that_two_ways_of_timing_disagree_on_is_unstable() -> None:
     assert vllm_decode.unstable(steady, 1.02) is None
     assert vllm_decode.unstable(steady, 0.5) == "TPOT by difference is -50% off p50"
     assert vllm_decode.unstable(steady | {"p90_ms": 1.5}, 1.02) == "p90 is 1.50 x p10"
+
+
+def test_its_server_is_started_with_what_ours_would_have(tmp_path: Path) -> None:
+    """In a process that becomes vLLM's: the stand-in says what it was given, and its exit is the command's."""
+    given = ["experiment=vllm_serve", f"baseline.vllm.site={SITE}", "server.slots=3", "server.port=1",
+             "baseline.vllm.arguments=[--enforce-eager]"]  # fmt: skip
+    done = subprocess.run([sys.executable, "run.py", *given], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    options = dict(argument.split("=", 1) for argument in said["arguments"] if "=" in argument)
+    assert Path(options.pop("--model")) == NANO and said["offline"] == "1"
+    assert said["arguments"][-1] == "--enforce-eager"
+    assert options == {
+        "--served-model-name": "nano",
+        "--host": "127.0.0.1",
+        "--port": "1",
+        "--max-model-len": "8192",
+        "--max-num-seqs": "3",
+        "--dtype": "bfloat16",
+        "--gpu-memory-utilization": "0.85",
+        "--attention-backend": "FLASH_ATTN",
+        "--moe-backend": "triton",
+        "--generation-config": "vllm",
+        "--reasoning-parser": "cohere_command4",
+    }
+    with pytest.raises(MkError, match="no checkpoint to serve"):
+        vllm_serve.arguments(load_config(["experiment=vllm_serve", "weights=random"]))
+
+
+def test_both_servers_are_asked_the_same(
+    committed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["experiment=accuracy_vllm", f"baseline.vllm.site={SITE}", f"run_dir={tmp_path / 'runs'}",
+                 "experiment.limit=4", "benchmark.max_tokens=6", "sampling=top_p", "experiment.runs=2"]  # fmt: skip
+    assert accuracy_vllm.main(load_config(overrides)) == 0
+    folders = sorted((tmp_path / "runs").iterdir(), key=lambda folder: (folder / "rows.jsonl").stat().st_mtime_ns)
+    rows = [read_rows(folder / "rows.jsonl")[0] for folder in folders]
+    assert [row.engine for row in rows] == ["interpreter", "served"] and rows[0].requests_hash == rows[1].requests_hash
+    assert all(row.checks["metrics_are_requests"] and row.answers == 8 for row in rows)
+    assert rows[0].score_difference is None and rows[1].score_difference is not None
+    assert "vLLM answers after" in capsys.readouterr().out
+    for folder in folders:
+        require_kept(committed, folder, score=lambda score: score + 0.5)
+
+
+def test_a_server_that_does_not_start_is_told_by_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "dies")
+    job = load_config(["experiment=vllm_serve", f"baseline.vllm.site={SITE}"])
+    with pytest.raises(MkError, match="ended with status 1: .* no card"):  # noqa: SIM117
+        with accuracy_vllm.vllm_server(job, tmp_path / "log"):
+            pass

@@ -45,6 +45,7 @@ def run_of(tmp_path: Path, *overrides: str) -> RunFolder:
             run.append_row(run.row(engine="interpreter", dtype="float32", context=[3] * batch, checks={"equal": True},
                                    batch=batch, tok_s=speed), {"new_tokens": [64], "decode_s": 3.0})  # fmt: skip
         (run.path / "schedule.png").write_bytes(png())
+        (run.path / "samples.jsonl").write_text("{}\n")  # an evaluation's; what it does not have is not missed
     return run
 
 
@@ -85,7 +86,7 @@ def test_offline_rows_configuration_and_files_are_read_back(tmp_path: Path) -> N
     assert (history[-1]["rows.nrows"], history[-1]["figures/schedule._type"]) == (2, "image-file")
     (artifact,) = (r["artifact"] for r in found if r["type"] == "artifact" and r["artifact"]["type"] == "rows")
     hashes = {entry["path"]: entry["digest"] for entry in artifact["manifest"]["contents"]}
-    assert set(hashes) == {*loggers.KEPT, "schedule.png"}
+    assert set(hashes) == {*loggers.KEPT, "samples.jsonl", "schedule.png"}
     for name, digest in hashes.items():
         assert base64.b64encode(hashlib.md5((run.path / name).read_bytes()).digest()).decode() == digest
     assert next(record["exit"]["exit_code"] for record in found if record["type"] == "exit") == 0

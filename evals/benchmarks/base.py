@@ -10,6 +10,7 @@ from typing import Any
 from evals.figures import share
 from evals.sandbox.sandbox import Sandbox
 from mk.config import BenchmarkConfig
+from mk.errors import MkError
 
 Conversation = Generator["Prompt", str, None]
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
@@ -53,10 +54,17 @@ class Benchmark:
     runs_code = False
 
     def __init__(self, config: BenchmarkConfig, problems: Sequence[Problem], facts: Mapping[str, Any]) -> None:
-        """facts: where the data came from and what is known of it, for the report."""
+        """facts: where the data came from and what is known of it, for the report. Raises MkError for an id twice."""
+        ids = [problem.id for problem in problems]
+        if twice := next((name for name in ids if ids.count(name) > 1), None):
+            raise MkError(f"benchmark={config.name}: two rows have the id {twice}")
         self.config = config
         self.problems = list(problems)
         self.facts = dict(facts)
+
+    def asks(self, problem: Problem) -> int:
+        """Requests that a problem takes."""
+        return 1
 
     def conversation(self, problem: Problem) -> Conversation:
         raise NotImplementedError

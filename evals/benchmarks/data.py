@@ -79,7 +79,11 @@ def _from_hub(config: BenchmarkConfig, path: Path, fields: Sequence[str]) -> lis
     from datasets import load_dataset
 
     try:
-        found = load_dataset(config.hub, config.subset, split=config.split)
+        if config.files is None:
+            found = load_dataset(config.hub, config.subset, split=config.split)
+        else:
+            files = [f"hf://datasets/{config.hub}/{name}" for name in config.files]
+            found = load_dataset("json", data_files={str(config.split): files}, split=config.split)
     except Exception as error:  # connection, consent, a set that is gone: the library raises many kinds
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise MkError(f"{where}, and the hub's {config.hub} cannot be read: {reason}", hint=hint) from error

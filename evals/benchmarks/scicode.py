@@ -2,7 +2,7 @@
 
 `split=test` has 65 problems; its numeric targets lie in `data_dir/scicode/test_data.h5`. `split=dev` has 15, whose
 targets are what the ground truth in the rows computes: here, once a problem, in the sandbox. The rows of both come from
-`data_dir`, or from the installed package nvidia-scicode (`pip install --no-deps nvidia-scicode`).
+`data_dir`, or from the installed package nvidia-scicode, whose own dependencies are not needed.
 
 Some steps of three test problems are given, not asked for: their code is among the package's files.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import base64
 import dataclasses
+import hashlib
 import importlib.util
 import re
 import secrets
@@ -23,6 +24,7 @@ from typing import Any
 from evals.benchmarks.base import Benchmark, Conversation, Problem, Prompt, Score, last_code_block
 from evals.benchmarks.data import load_rows
 from evals.benchmarks.scicode_programs import check_program, target_program
+from evals.benchmarks.scicode_targets import read_targets
 from evals.sandbox.sandbox import Limits, Sandbox
 from mk.config import BenchmarkConfig
 from mk.errors import MkError
@@ -62,7 +64,13 @@ class SciCode(Benchmark):
 
     def __init__(self, config: BenchmarkConfig, data_dir: Path) -> None:
         folder, split = data_dir / "scicode", str(config.split)
-        rows_folder = folder if (folder / f"{_FILES[split]}.jsonl").exists() else _package() or folder
+        path = folder / f"{_FILES[split]}.jsonl"
+        rows_folder = folder if path.exists() else _package()
+        if rows_folder is None:
+            raise MkError(
+                f"no data for benchmark=scicode: {path} does not exist, nor is nvidia-scicode installed",
+                hint=f"pip install --no-deps nvidia-scicode, or a JSON object a line there, with {', '.join(_FIELDS)}",
+            )
         count, digest = _KNOWN[split]
         config = dataclasses.replace(
             config, file=_FILES[split], count=config.count or count, sha256=config.sha256 or digest
@@ -76,7 +84,13 @@ class SciCode(Benchmark):
             )
         self._given = {key: _given_code(rows_folder, *key) for key in GIVEN} if config.split == "test" else {}
         self._targets: dict[str, bytes] = {}
+        if self._h5 is not None:  # there is no hash to compare it with
+            with self._h5.open("rb") as file:
+                facts["targets_sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
         super().__init__(config, [Problem(str(row["problem_id"]), row) for row in rows], facts)
+
+    def asks(self, problem: Problem) -> int:
+        return sum((problem.id, index) not in self._given for index in range(len(problem.fields["sub_steps"])))
 
     def conversation(self, problem: Problem) -> Conversation:
         code: list[str] = []
@@ -95,7 +109,7 @@ class SciCode(Benchmark):
             given = self._given.get((problem.id, index))
             code.append(given if given is not None else step_code(next(answers), step["function_header"]))
             if given is None:
-                why = self._check(problem, index, code, sandbox)
+                why = self._check(problem, index, code, sandbox) if code[-1] else "no code block"
                 scores.append(Score(f"{problem.id}.{index + 1}", why == "", code[-1] or None, why=why))
         return scores
 
@@ -123,8 +137,6 @@ class SciCode(Benchmark):
         number = str(step["step_number"])
         if number not in self._targets:
             if self._h5 is not None:
-                from evals.benchmarks.scicode_targets import read_targets
-
                 self._targets[number] = read_targets(self._h5, number, len(step["test_cases"]))
             else:
                 self._targets[number] = self._ground_truth(problem, step, sandbox)
@@ -142,7 +154,7 @@ class SciCode(Benchmark):
         return zlib.decompress(base64.b64decode(outcome.stdout.split()[-1]))
 
     def _limits(self) -> Limits:
-        seconds = self.config.code_s or 60.0
+        seconds = self.config.code_s or 300.0
         return Limits(wall_s=2 * seconds, cpu_s=round(seconds), memory_mb=4096, file_mb=512)
 
 

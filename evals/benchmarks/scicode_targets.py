@@ -10,15 +10,13 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import h5py
+
 from mk.errors import MkError
 
 
 def read_targets(path: Path, step: str, tests: int) -> bytes:
     """The targets of a step's tests as a pickled list. Raises MkError for a step that the file lacks."""
-    try:
-        import h5py
-    except ImportError as error:
-        raise MkError("benchmark=scicode benchmark.split=test needs h5py", hint="pip install h5py") from error
     with h5py.File(path, "r") as file:
         found = []
         for number in range(1, tests + 1):

@@ -112,12 +112,14 @@ class ChatAnswer:
                 "message": _message(piece),
                 "logprobs": self._logprobs(piece.tokens),
                 "finish_reason": choice.finish_reason,
+                **({"token_ids": choice.token_ids} if self._asked.return_token_ids else {}),
             }
             for index, (choice, piece) in enumerate(zip(self._choices, gathered, strict=True))
         ]
         return {
             **self._head,
             "object": "chat.completion",
+            **({"prompt_token_ids": self.prompt} if self._asked.return_token_ids else {}),
             "choices": choices,
             "usage": self._usage(),
             "system_fingerprint": self._service.fingerprint,

@@ -98,6 +98,7 @@ class ChatChoice:
         self._parallel = parallel
         self.finish_reason: str | None = None
         self.completion_tokens = self.reasoning_tokens = 0
+        self.token_ids: list[int] = []
         self._calls = 0
 
     def feed(self, delivery: Delivery) -> Piece:
@@ -112,6 +113,7 @@ class ChatChoice:
 
     def _token(self, piece: Piece, sampled: Sampled) -> None:
         self.completion_tokens += 1
+        self.token_ids.append(sampled.token)
         self.reasoning_tokens += self._parser.section is Section.THINKING
         in_content = self._parser.section is Section.TEXT and sampled.token not in self._special
         self._add(piece, self._parser.step(sampled.token), sampled if in_content else None)
@@ -142,6 +144,7 @@ class TextChoice:
         self._content = _Content(stops)
         self.finish_reason: str | None = None
         self.completion_tokens = 0
+        self.token_ids: list[int] = []
 
     def feed(self, delivery: Delivery) -> Piece:
         """What a delivery adds. After `finish_reason` is set nothing does."""
@@ -149,6 +152,7 @@ class TextChoice:
         for sampled in delivery.tokens:
             if self.finish_reason is None:
                 self.completion_tokens += 1
+                self.token_ids.append(sampled.token)
                 self._content.add(piece, self._text.step(sampled.token), sampled)
                 if self._content.stopped:
                     self._end(piece, "stop")

@@ -97,6 +97,7 @@ class CompletionAnswer:
             if not self._wanted:  # the one token that had to be drawn
                 piece = Piece()
                 choice.completion_tokens = 0
+                choice.token_ids.clear()
                 choice.finish_reason = choice.finish_reason and "length"
             text += log.answer(piece)
             if choice.finish_reason is not None:
@@ -115,10 +116,13 @@ class CompletionAnswer:
             else:
                 for key, values in log.items():
                     held[key] += values
-        choices = [
+        choices: list[dict[str, Any]] = [
             {"index": i, "text": texts[i], "logprobs": logs[i], "finish_reason": choice.finish_reason}
             for i, choice in enumerate(self._choices)
         ]
+        if self._asked.return_token_ids:
+            for sent, choice, prompt in zip(choices, self._choices, self._of, strict=True):
+                sent |= {"prompt_token_ids": prompt, "token_ids": choice.token_ids}
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:

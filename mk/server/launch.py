@@ -1,4 +1,7 @@
-"""From a configuration to a server that answers: engine, core, worker, service; and uvicorn around them."""
+"""From a configuration to a server that answers: engine, core, worker, service; and uvicorn around them.
+
+`Server` runs in the foreground (`make serve`), `in_background` beside a client of this process.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ import hashlib
 import importlib.metadata
 import os
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 
 from mk.config import Config, config_hash
 from mk.cuda_engine import CudaEngine
@@ -124,6 +130,38 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self._ready()
+
+
+def server_settings(app: FastAPI, drain_s: float) -> uvicorn.Config:
+    """drain_s: how long a server that stops waits for answers to end."""
+    return uvicorn.Config(
+        app,
+        log_level="warning",
+        timeout_graceful_shutdown=int(drain_s),
+        timeout_keep_alive=30,
+        server_header=False,
+    )
+
+
+@contextmanager
+def in_background(app: FastAPI, drain_s: float) -> Iterator[str]:
+    """Serve on a free port of this machine while the context lasts; the server's URL, without a path.
+
+    Raises MkError where the server does not come up.
+    """
+    up = threading.Event()
+    with listen("127.0.0.1", 0) as listener:
+        server = Server(server_settings(app, drain_s), up.set)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="mk-server", daemon=True)
+        thread.start()
+        while not up.wait(0.1):
+            if not thread.is_alive():
+                raise MkError("the server did not start; its log says why")
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 def api_key() -> str | None:

@@ -127,6 +127,7 @@ class GenerationRequest(Lenient):
     min_tokens: Annotated[int, Field(strict=True, ge=0)] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: StrictBool | None = None
+    return_token_ids: StrictBool | None = None  # vLLM's: the ids of prompt and answer beside the text
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
 
@@ -145,6 +146,9 @@ class GenerationRequest(Lenient):
                 log.warning("ignoring the unknown request field %r", name)
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream=true", "invalid_value", "stream_options")
+        if self.return_token_ids and self.stream:
+            name = "return_token_ids"
+            raise ApiError(400, f"{name} is not supported here with stream=true", "unsupported_parameter", name)
 
 
 class ChatRequest(GenerationRequest):

@@ -1,0 +1,57 @@
+"""Whom the questions go to: the server that is named, or one that is started here, and stopped at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from evals.served import ServedEngine
+from mk.config import Config
+from mk.model.opening import Model, open_model
+from mk.server.app import create_app
+from mk.server.launch import build_service, in_background, version
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """title: of the model, as people and samples have it. dtype: of the arithmetic. model: None = only the server's."""
+
+    engine: ServedEngine
+    title: str
+    dtype: str
+    model: Model | None = None
+
+
+def named_server(cfg: Config) -> Asked:
+    """The server at experiment.base_url. Raises MkError where it does not answer."""
+    settings = cfg.experiment
+    engine = ServedEngine(settings.base_url, settings.served_model, cfg.batch.size, _timeout_s(cfg))
+    return Asked(engine, engine.model, "unknown")  # a server does not say
+
+
+@contextlib.contextmanager
+def own_server(cfg: Config) -> Iterator[Asked]:
+    """The built-in server with the configured engine, on a free port, for as long as the context lasts."""
+    with tempfile.TemporaryDirectory(prefix="mk-") as scratch:
+        model = open_model(cfg.model, cfg.weights, Path(scratch))
+        service = build_service(cfg, model)
+        name = service.worker.core.engine.name
+        title = cfg.model.path or cfg.model.name
+        with in_background(create_app(service, version()), cfg.server.drain_s) as url:
+            parallel = min(cfg.batch.size, cfg.server.slots)
+            engine = ServedEngine(f"{url}/v1", service.model_id, parallel, _timeout_s(cfg), name)
+            bf16 = name == "cuda" or cfg.engine.numerics == "kernel"
+            if name == "scripted":
+                yield Asked(engine, "answers from a script", "unknown")
+            else:
+                label = f"{title} (weights: {model.weights_label})"
+                yield Asked(engine, label, "bfloat16" if bf16 else "float32", model)
+
+
+def _timeout_s(cfg: Config) -> float:
+    """Of one answer."""
+    assert cfg.benchmark.timeout_s is not None
+    return cfg.benchmark.timeout_s

@@ -1,0 +1,60 @@
+"""Serve the configured checkpoint with vLLM, as `experiment=serve` does with ours: for experiment=accuracy's base_url.
+
+This process becomes vLLM's server, in the interpreter and with the packages that `baseline.vllm` names, so whatever
+ends it ends vLLM. It takes from `server` what ours takes from there: host, port, slots, context and the model's id.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from experiments.baselines.vllm_process import environment, find
+from mk.config import Config
+from mk.errors import MkError
+from mk.model.hub import resolve_folder
+from mk.model.opening import NANO
+
+
+def main(cfg: Config) -> int:
+    """Never returns: raises MkError, or becomes vLLM."""
+    config = cfg.baseline.vllm
+    if config is None:
+        raise MkError("vllm_serve starts vLLM", hint="baseline=vllm")
+    python, _, version = find(config)
+    command = [python, *arguments(cfg)]
+    print(f"vLLM {version}: {' '.join(command)}", flush=True)
+    os.execve(python, command, environment(config))
+
+
+def arguments(cfg: Config) -> list[str]:
+    """Of vLLM's interpreter. Raises MkError for a model without a folder of weights."""
+    config, server = cfg.baseline.vllm, cfg.server
+    assert config is not None
+    folder = _checkpoint(cfg)
+    options = {
+        "model": str(folder),
+        "served-model-name": server.model_id or (folder.name if cfg.model.path else cfg.model.name),
+        "host": server.host,
+        "port": server.port,
+        "max-model-len": server.context,
+        "max-num-seqs": server.slots,
+        "dtype": "bfloat16",
+        "gpu-memory-utilization": config.gpu_memory,
+        "attention-backend": config.attention_backend,
+        "moe-backend": config.moe_backends[0],
+        "generation-config": "vllm",  # a request says how it is sampled; what it leaves out is OpenAI's default
+    }
+    if config.reasoning_parser is not None:
+        options["reasoning-parser"] = config.reasoning_parser
+    pairs = [f"--{name}={value}" for name, value in options.items()]
+    return ["-m", "vllm.entrypoints.openai.api_server", *pairs, "--disable-uvicorn-access-log", *config.arguments]
+
+
+def _checkpoint(cfg: Config) -> Path:
+    model = cfg.model
+    if cfg.weights.name == "checkpoint" and model.path is not None:
+        return resolve_folder(model.path, model.revision)
+    if cfg.weights.name == "checkpoint" and model.preset == "nano":
+        return NANO
+    raise MkError(f"model={model.name} weights={cfg.weights.name}: no checkpoint to serve", hint="model.path=<folder>")
