@@ -120,7 +120,7 @@ class Bench:
         self._attend = core.attend
 
     def policy(self, **changes: Any) -> None:
-        """While nothing runs."""
+        """From the next tick on."""
         self.core.policy = dataclasses.replace(self.core.policy, **changes)
 
     def ask(self, prompts: Sequence[Sequence[int]], tokens: Sequence[int], name: str = "row") -> list[Asked]:

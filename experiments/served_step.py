@@ -62,9 +62,9 @@ def main(cfg: Config) -> int:
             ):
                 report.interruptions(name, runs)
             for policy_name in ("pause", "interleave"):
-                bench.policy(prefill=policy_name)
                 running = [prompt[: settings.context] for prompt in prompts[: slots - 1]]
-                report.prompt(policy_name, *entering(bench, running, prompts[-1][: settings.prompt]))
+                gaps, first_ms, whole = entering(bench, running, prompts[-1][: settings.prompt], policy_name)
+                report.prompt(policy_name, gaps, first_ms, whole)
             print(f"run folder: {run.path}")
     return int(report.failed)
 
@@ -204,13 +204,18 @@ def admissions(bench: Bench, prompts: Sequence[Sequence[int]], events: int) -> l
     return bench.loop.runs[before:]
 
 
-def entering(bench: Bench, running: Sequence[Sequence[int]], prompt: Sequence[int]) -> tuple[list[float], float, bool]:
+def entering(
+    bench: Bench, running: Sequence[Sequence[int]], prompt: Sequence[int], policy_name: str
+) -> tuple[list[float], float, bool]:
     """Milliseconds between tokens of running requests while a prompt enters, and until its own first token; whether
-    they all ran throughout."""
+    they all ran throughout. They have come in under `pause`, else the first would end while the last one's prompt is
+    computed."""
+    bench.policy(prefill="pause")
     policy = bench.core.policy
     chunks = -(-len(prompt) // policy.chunk)
     asked = bench.ask(running, [4 * SETTLED_TOKENS + 2 * chunks * policy.steps_between + 64] * len(running))
     settle(asked)
+    bench.policy(prefill=policy_name)
     (newcomer,) = bench.ask([prompt], [NEWCOMER_TOKENS], "newcomer")
     newcomer.wait()
     first = newcomer.times[0]

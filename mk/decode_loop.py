@@ -154,12 +154,18 @@ class TwinLoop:
             else:
                 self.parked = obstacle
                 if self._failure is not None:
-                    raise self._failure
+                    raise self._forget_failure()
         return []
 
     def stop(self) -> None:
         self._flying.clear()
         self.parked = Parked.LOST
+
+    def _forget_failure(self) -> Exception:
+        """What ended the run. Kept, its traceback would keep all that was computing."""
+        failure, self._failure = self._failure, None
+        assert failure is not None
+        return failure
 
     def _obstacle(self) -> Parked:
         """What keeps the next step from being launched."""

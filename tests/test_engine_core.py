@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 from collections.abc import Sequence
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from mk.engine.core import Core
-from mk.engine.request import Phase
+from mk.engine.request import Phase, Request
 from mk.engines import MachineEngine
 from mk.errors import MkError
 from mk.graph import LAYER_WAVES
@@ -345,6 +347,27 @@ def test_a_failing_prompt_ends_alone_and_is_not_shared() -> None:
     assert bad.finish == "error" and "no such thing" in bad.error
     assert good.finish == "length" and len(good.tokens) == 3
     assert len(engine.cache) == 2  # a full and a sliding page of `good`
+
+
+def test_a_failed_run_keeps_nobody_in_memory() -> None:
+    def breaks(history: Sequence[int]) -> dict[int, float]:
+        if len(history) == 25:
+            raise MkError("SM 3 gave up")
+        return dict(successor(history))
+
+    engine = core(scripted(breaks))
+    answer = Answer(prompt(20), 30)
+    engine.submit(answer.request)
+    with contextlib.suppress(MkError):
+        while True:
+            engine.tick()
+    engine.fail_all("SM 3 gave up")
+    assert answer.finish == "error" and len(answer.tokens) == 5
+    name = answer.request.id
+    del answer
+    gc.collect()
+    assert not [kept for kept in gc.get_objects() if type(kept) is Request and kept.id == name]
+    run(engine, Answer(prompt(60), 3))
 
 
 def test_rows_that_are_not_finite_end_alone() -> None:

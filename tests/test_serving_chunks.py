@@ -90,8 +90,8 @@ def test_every_chunk_is_a_chunk_and_its_finish_reason_one_of_four(served: Served
     assert whole["object"] == "text_completion" and whole["choices"][0]["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize("error", [MkError("the card caught fire"), None], ids=["given up", "not finite"])
-def test_an_error_amid_a_stream_is_told_and_the_next_request_served(served: Served, error: MkError | None) -> None:
+@pytest.mark.parametrize("error", ["the card caught fire", None], ids=["given up", "not finite"])
+def test_an_error_amid_a_stream_is_told_and_the_next_request_served(served: Served, error: str | None) -> None:
     calls = 0
 
     def fails(history: Sequence[int]) -> dict[int, float]:
@@ -100,13 +100,13 @@ def test_an_error_amid_a_stream_is_told_and_the_next_request_served(served: Serv
         if calls % 6 == 0:
             if error is None:
                 return {9: float("nan")}
-            raise error
+            raise MkError(error)  # a new one, since its traceback holds on to requests
         return {TOKENIZER.encode(" a")[0]: 30.0}
 
     question = served.runs(fails)
     *chunks, last = stream(served, question, logprobs=True)
     assert chunks and set(last) == {"error"} and last["error"]["type"] == "server_error"
-    assert "caught fire" in last["error"]["message"] or error is None
+    assert error is None or error in last["error"]["message"]
     calls = 0
     message = {"role": "user", "content": question}
     refused(served.post("/v1/chat/completions", {"messages": [message], "logprobs": True}), 500, "engine_error")
