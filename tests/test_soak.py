@@ -149,6 +149,16 @@ def session(served: Served, number: int, mix: Mix) -> list[Turn]:
     return answered
 
 
+def undisturbed(served: Served, number: int, mix: Mix) -> list[Turn]:
+    """A conversation when nobody else is there, so that nothing pushes out what its answers left."""
+    rng, turns = random.Random(number), list[Turn]()
+    for request in range(number * SESSION, (number + 1) * SESSION):
+        before = turns[-1] if turns else None
+        turn = wait_for(served, *turn_of(rng, request, mix, before, TEXT))
+        turns.append(replace(turn, after=before.usage["prompt_tokens"] if before else 0))
+    return turns
+
+
 def ask(served: Served, number: int, path: str, body: dict[str, Any]) -> Turn | None:
     """None for a request that was broken off or was wrong."""
     fate = random.Random(number * 7 + 1)
@@ -214,6 +224,8 @@ def soak(requests: int, mix: Mix, generated: bool, open_server: Callable[..., An
         with ThreadPoolExecutor(CLIENTS) as pool:
             sessions = pool.map(lambda number: session(served, number, mix), range(requests // SESSION))
             turns = [turn for answered in sessions for turn in answered]
+        if TIMES > 1:
+            turns += undisturbed(served, requests // SESSION, mix)
         served.assert_idle()
         core = served.service.worker.core
         assert_nothing_held(core)
