@@ -164,6 +164,8 @@ def _problems(row: Row, by_digest: dict[str | None, Row], raw: dict[str, dict], 
         yield f"{row.pct_nominal:.1f} % of the card's bandwidth"
     if row.schema < 2:
         return
+    if failed := [name for name, passed in row.checks.items() if not passed]:
+        yield f"failed {', '.join(failed)}"
     if row.digest != row.computed_digest():
         yield "its fields are not those that it was written with"
     if row.commit == "none" or row.commit.endswith("-dirty"):

@@ -83,6 +83,29 @@ def test_neighbours_and_chunks_change_no_bit(expected: list[Answer], policy: dic
     assert same(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("policy", "between"),
+    [({"prefill": "pause"}, 0), ({"prefill": "interleave", "steps_between": 1}, 1), ({"steps_between": 4}, 4)],
+    ids=["pause", "one step", "four steps"],
+)
+def test_so_many_steps_run_between_two_chunks(policy: dict, between: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = core(scripted(rows=2), chunk=32, **policy)
+    engine.submit(Answer(prompt(5, 1), 200).request)
+    engine.tick()  # its prompt
+    done: list[int] = []  # steps before each chunk of the other one
+    whole = engine._prefill
+
+    def chunk(request: Request) -> None:
+        done.append(sum(engine.totals.steps.values()))
+        whole(request)
+
+    monkeypatch.setattr(engine, "_prefill", chunk)
+    engine.submit(Answer(prompt(160, 2), 3).request)
+    while len(done) < 5:
+        engine.tick()
+    assert [b - a for a, b in itertools.pairwise(done)] == [between] * 4
+
+
 def test_arrival_and_slot_change_no_bit(expected: list[Answer]) -> None:
     found, engine = answers(), core(interpreted(rows=4, seed=3))
     for answer in reversed(found):
@@ -196,6 +219,11 @@ def test_a_hit_on_generated_blocks_is_the_conversation_going_on() -> None:
     run(engine, second)
     assert second.request.cached == 128
     assert second.tokens == whole.tokens[69:]
+    again = core(interpreted(rows=2))  # the same hits, beside another request: the same bits
+    run(again, Answer(turn, 69))
+    beside = Answer(turn + first.tokens, 11, logprobs=0)
+    run(again, beside, Answer(prompt(40, 8), 20))
+    assert beside.request.cached == 128 and beside.sampled == second.sampled
     off = core(interpreted(rows=2), cache_generated=False)
     run(off, first := Answer(turn, 69))
     run(off, third := Answer(turn + first.tokens, 11, logprobs=0))

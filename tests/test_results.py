@@ -126,6 +126,19 @@ def test_faster_than_memory_is_refused(repository: Path) -> None:
     assert any("100.5 % of the card's bandwidth" in problem for problem in problems(repository))
 
 
+def test_a_row_whose_checks_failed_is_neither_promoted_nor_kept(repository: Path) -> None:
+    def fail(values: dict) -> dict:
+        return Row.from_json(values | {"checks": {"equal": False}}).sealed().to_json()
+
+    folder = kept(repository)
+    edit(folder / "rows.jsonl", 1, fail)
+    assert any("rows.jsonl:2: failed equal" in problem for problem in problems(repository))
+    run = made(repository)
+    edit(run.path / "rows.jsonl", 2, fail)
+    with pytest.raises(MkError, match="failed equal"):
+        results.promote(run.path, repository / "results", repository)
+
+
 def test_rows_from_other_sources_than_their_commits_are_not_promoted(repository: Path) -> None:
     for meta, message in (
         ({"source_hash": "0123456789abcdef"}, "its sources 0123456789abcdef are not those of commit"),
