@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -115,4 +116,5 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     enter_environment()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what was started is ended in order
     sys.exit(main(sys.argv[1:]))

@@ -83,7 +83,10 @@ def read_samples(folder: Path) -> list[Sample]:
     path = folder / FILE
     if not path.exists():
         raise MkError(f"{path} does not exist", hint="experiment.resume=<run folder of experiment=accuracy>")
-    lines = path.read_text().split("\n")
+    try:
+        lines = path.read_bytes().split(b"\n")  # the last one may end in the middle of a character
+    except OSError as error:
+        raise MkError(f"{path} cannot be read: {error.strerror}") from error
     samples = []
     for number, line in enumerate(lines, start=1):
         if not line:

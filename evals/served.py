@@ -130,17 +130,21 @@ def parse_reply(reply: dict[str, Any], latency_s: float) -> Completion:
     try:
         choice, usage = reply["choices"][0], reply["usage"]
         message = choice.get("message", {"content": choice.get("text")})
+        content = message["content"] or ""
+        reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+        tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+        if not isinstance(content, str) or not isinstance(reasoning, str) or min(tokens) < 0:
+            raise TypeError
         return Completion(
-            message["content"] or "",
-            message.get("reasoning_content") or message.get("reasoning") or "",
+            content,
+            reasoning,
             str(choice["finish_reason"]),
-            int(usage["prompt_tokens"]),
-            int(usage["completion_tokens"]),
+            *tokens,
             latency_s,
             str(reply.get("id", "")),
             # of a conversation the prompt is the reply's, of a text its choice's
             choice.get("prompt_token_ids", reply.get("prompt_token_ids")),
             choice.get("token_ids"),
         )
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise MkError(f"not a reply of an OpenAI server: {str(reply)[:200]}") from error

@@ -17,7 +17,16 @@ from typing import Any
 from mk.errors import MkError
 from mk.ring import FEWEST_SLOTS, RING_SLOTS
 from mk.schedule.costs import Costs
-from mk.validation import check_contexts, check_optional, check_values, require_at_least, require_one_of
+from mk.validation import (
+    check_contexts,
+    check_optional,
+    check_values,
+    require_at_least,
+    require_at_most,
+    require_one_of,
+)
+
+MOST_SMS, MOST_ROWS = 1024, 1024  # beyond any card, and any step that is lowered here
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
@@ -123,6 +132,7 @@ class BatchConfig:
 
     def __post_init__(self) -> None:
         require_at_least("batch.size", self.size, 1)
+        require_at_most("batch.size", self.size, MOST_ROWS)
         if self.contexts is None:
             return
         if len(self.contexts) != self.size:
@@ -152,6 +162,7 @@ class GpuConfig:
     def __post_init__(self) -> None:
         require_one_of("gpu.kind", self.kind, ("cpu", "cuda"))
         require_at_least("gpu.sms", self.sms, 1)
+        require_at_most("gpu.sms", self.sms, MOST_SMS)
         needed = {"interleaving_seed"}
         if self.kind == "cuda":
             needed = {"smem_per_block_kb", "l2_mb", "clock_mhz", "nominal_tb_s", "measured"}

@@ -29,6 +29,11 @@ def require_at_least(key: str, value: float | None, least: float) -> None:
         raise MkError(f"{key}={value} must be at least {least}", hint=f"{key}={least}")
 
 
+def require_at_most(key: str, value: float | None, most: float) -> None:
+    if value is not None and value > most:
+        raise MkError(f"{key}={value} must be at most {most}", hint=f"{key}={most}")
+
+
 def check_contexts(key: str, contexts: Sequence[int]) -> None:
     """Context lengths of a batch, one a row: none is negative, and one row at least is active."""
     if any(context < 0 for context in contexts):

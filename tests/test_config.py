@@ -103,6 +103,8 @@ def test_wrong_types_name_the_key(override: str, key: str) -> None:
         (["wave_order=custom"], "wave_order.waves has no value"),
         (["batch=ragged4", "batch.size=2"], "batch.contexts has 4 entries for batch.size=2"),
         (["batch.size=0"], "batch.size=0 must be at least 1"),
+        (["batch.size=1000000"], "batch.size=1000000 must be at most 1024"),
+        (["gpu.sms=2147483647"], "gpu.sms=2147483647 must be at most 1024"),
         (["batch.contexts=[-1]"], "must be at least 0"),
         (["gpu=h100", "gpu.measured=true"], "needs gpu.measured_tb_s"),
         (["gpu=h200", "gpu.interleaving_seed=1"], "means nothing with gpu=h200"),
@@ -127,7 +129,7 @@ def test_wrong_types_name_the_key(override: str, key: str) -> None:
         (["run_dir=''"], "run_dir is empty"),
         (["model.path=''"], "model.path is empty"),
         (["experiment=train_nano", "experiment.out_dir="], "experiment.out_dir is empty"),
-        (["batch.size=3000000000"], "batch.size=3000000000 does not fit in 32 bits"),
+        (["sampling.top_k=3000000000"], "sampling.top_k=3000000000 does not fit in 32 bits"),
     ],
 )
 def test_what_does_not_go_together_is_refused(overrides: list[str], message: str) -> None:

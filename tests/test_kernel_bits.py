@@ -51,7 +51,7 @@ def test_no_arrangement_changes_a_bit(committed: Path, tmp_path: Path, capsys: p
 def test_bits_that_depend_on_the_arrangement_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The token is another where a fault would make the sums others: in one group at a time."""
+    """The token is another where a fault would make the sums others; groups without a fault pass."""
     sound, order = InterpreterBits.step, tuple(load_config(SMALL).wave_order.waves)
 
     def unsound(self: InterpreterBits, keys: list[int], tokens: list[int], tables: Any, row: int) -> str:
@@ -69,8 +69,7 @@ def test_bits_that_depend_on_the_arrangement_fail(
     status, row, _ = run(tmp_path)
     failed = {name for name, passed in row.checks.items() if not passed}
     said = capsys.readouterr().out
-    assert status == 1 and {"bits_neighbours", "bits_schedules", "bits_epochs"} <= failed
-    assert not failed & {"bits_repeat", "bits_switching", "bits_poisoned", "logits_finite"}
+    assert status == 1 and failed - {"bits_delays"} == {"bits_rows", "bits_neighbours", "bits_schedules", "bits_epochs"}
     for told in ("neighbours, 300 keys: ", "static default round_robin: ", "epochs, 4294967293 + "):
         assert told in said
 

@@ -54,8 +54,12 @@ def load_rows(
 
 
 def _parse(path: Path) -> list[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise MkError(f"{path} cannot be read: {error}", hint="a file of JSON lines in UTF-8") from error
     rows = []
-    for number, line in enumerate(path.read_text().split("\n"), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
