@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib.metadata
 import os
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -33,6 +35,7 @@ from mk.server.grammar import Grammars
 from mk.server.metrics import Metrics
 
 API_KEY = "MK_API_KEY"  # the environment's: a key on a command line is everybody's to read
+LAST_WORDS_S = 2.0  # for clients to read the error that ends their answers
 _SAMPLED = 1 << 20  # bytes of each weight file that the fingerprint reads
 
 
@@ -120,38 +123,57 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which says when it is ready. The first interrupt lets answers end, the second does not."""
+    """uvicorn, which says when it is ready, and whose end every client hears of.
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._ready = ready
+    The first signal lets answers end for `drain_s`. Then, or at the second signal, the worker stops, which gives what
+    still runs an error. uvicorn's own limit would cancel the answers instead: a stream that breaks off is asked for
+    again for ever. Signals are not raised again afterwards, so that the caller's `finally` runs.
+    """
+
+    def __init__(self, app: FastAPI, worker: Worker, drain_s: float, ready: Callable[[], None]) -> None:
+        super().__init__(uvicorn.Config(app, log_level="warning", timeout_keep_alive=30, server_header=False))
+        self._worker, self._drain_s, self._ready = worker, drain_s, ready
+        self._hurried = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._ready()
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self._hurried  # the third signal waits for nobody
+        self._hurried = self.should_exit
+        self.should_exit = True
 
-def server_settings(app: FastAPI, drain_s: float) -> uvicorn.Config:
-    """drain_s: how long a server that stops waits for answers to end."""
-    return uvicorn.Config(
-        app,
-        log_level="warning",
-        timeout_graceful_shutdown=int(drain_s),
-        timeout_keep_alive=30,
-        server_header=False,
-    )
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self._end_answers())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_answers(self) -> None:
+        end = time.monotonic() + self._drain_s
+        while time.monotonic() < end and not self._hurried:
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(self._worker.stop)
+        await asyncio.sleep(LAST_WORDS_S)
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
 
 
 @contextmanager
-def in_background(app: FastAPI, drain_s: float) -> Iterator[str]:
+def in_background(app: FastAPI, worker: Worker, drain_s: float) -> Iterator[str]:
     """Serve on a free port of this machine while the context lasts; the server's URL, without a path.
+
+    drain_s: how long the end waits for answers.
 
     Raises MkError where the server does not come up.
     """
     up = threading.Event()
     with listen("127.0.0.1", 0) as listener:
-        server = Server(server_settings(app, drain_s), up.set)
+        server = Server(app, worker, drain_s, up.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="mk-server", daemon=True)
         thread.start()
         while not up.wait(0.1):
