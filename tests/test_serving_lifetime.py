@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from mk.server import launch
-from tests.server_rig import CONTEXT, Script, Served, chat, events, refused, serving, thought
+from tests.server_rig import CONTEXT, TOKENIZER, Script, Served, chat, events, refused, serving, thought
 
 CHAT = "/v1/chat/completions"
 ROOT = Path(__file__).resolve().parent.parent
@@ -141,16 +141,44 @@ def test_an_empty_key_passes_where_none_is_set(served: Served) -> None:
 
 
 def test_metrics_count(served: Served) -> None:
-    before = {name: served.gauge(name) for name in ("mk_prompt_tokens_total", "mk_time_to_first_token_seconds_count")}
+    names = ("mk_prompt_tokens_total", "mk_generated_tokens_total", "mk_prefix_hit_tokens_total")
+    seconds = [f"mk_{name}_seconds" for name in ("time_to_first_token", "time_per_output_token", "request_duration")]
+
+    def gauges() -> dict[str, float]:
+        return {name: served.gauge(name) for name in (*names, *(f"{name}_count" for name in seconds))}
+
+    before = gauges()
     answer = chat(served, served.says(thought("a", "b c d")))
-    assert (
-        served.gauge("mk_prompt_tokens_total") - before["mk_prompt_tokens_total"] == 2 * answer.usage["prompt_tokens"]
-    )
-    assert served.gauge("mk_time_to_first_token_seconds_count") == before["mk_time_to_first_token_seconds_count"] + 2
-    long = "word " * 200
-    chat(served, long + served.says("x"), max_tokens=1)
-    assert served.gauge("mk_prefix_hit_tokens_total") >= 64
+    grown = {name: value - before[name] for name, value in gauges().items()}
+    for name, counted in (("prompt", "prompt_tokens"), ("generated", "completion_tokens")):
+        assert grown[f"mk_{name}_tokens_total"] == 2 * answer.usage[counted] > 0
+    assert all(grown[f"{name}_count"] == 2 for name in seconds)  # asked both ways
+    assert 0 < served.gauge("mk_time_per_output_token_seconds_sum") < served.gauge("mk_request_duration_seconds_sum")
+    chat(served, "word " * 200 + served.says("x"), max_tokens=1)
+    after = gauges()
+    assert after["mk_prefix_hit_tokens_total"] >= 64
+    assert after["mk_time_per_output_token_seconds_count"] == before["mk_time_per_output_token_seconds_count"] + 2
     assert served.gauge("mk_kv_pages") == 192 and served.gauge("mk_inter_token_latency_seconds_count") > 0
+
+
+def test_the_pages_and_preemptions_of_running_requests_are_told() -> None:
+    """Four prompts of 7 blocks fit into 32 pages, their answers of 3 more do not: somebody gives way, nobody fails."""
+
+    def briefly(history: Sequence[int]) -> Mapping[int, float]:
+        time.sleep(0.002)
+        return {300 + len(history) % 7: 30.0}
+
+    with serving(pages=32) as tight, ThreadPoolExecutor(4) as pool:
+        question = TOKENIZER.encode(tight.runs(briefly))
+        prompts = [[400 + i] * (64 * 7 - 1 - len(question)) + question for i in range(4)]
+        assert tight.gauge("mk_kv_pages") == 64 and tight.gauge("mk_kv_pages_in_use") == 0
+        asked = [{"prompt": prompt, "max_tokens": 64 * 3, "ignore_eos": True} for prompt in prompts]
+        waiting = [pool.submit(tight.post, "/v1/completions", body) for body in asked]
+        tight.wait_until(lambda: tight.gauge("mk_kv_pages_in_use") >= 28)
+        assert all(answer.result().json()["usage"]["completion_tokens"] == 64 * 3 for answer in waiting)
+        assert tight.gauge("mk_preemptions_total") == tight.service.worker.core.totals.preemptions > 0
+        tight.assert_idle()
+        assert tight.gauge("mk_kv_pages_in_use") == 0
 
 
 def start(port: int, *overrides: str) -> subprocess.Popen[str]:

@@ -135,6 +135,19 @@ def test_a_call_without_text_and_a_call_after_text(served: Served) -> None:
     assert unclosed.reasoning == "t" and len(unclosed.calls) == 1
 
 
+def test_calls_that_max_tokens_cut_off_end_with_length(served: Served) -> None:
+    """Whatever has become whole until then: there may have been more to come."""
+    said = "t<|END_THINKING|>" + action(OSLO, ROME)
+    tokens = TOKENIZER.encode(said)
+    first = next(i for i in range(len(tokens)) if TOKENIZER.decode(tokens[:i]).count("}") == 2)
+    question = served.says(said)
+    for most, calls in ((first + 1, 1), (len(tokens) - 1, 2)):
+        cut = chat(served, question, tools=[WEATHER], max_tokens=most).said
+        assert len(cut.calls) == calls and cut.finish == "length"
+    whole = chat(served, question, tools=[WEATHER]).said
+    assert len(whole.calls) == 2 and whole.finish == "tool_calls"
+
+
 A, B = '{"tool_name": "a", "parameters": {}}', '{"tool_name": "b"}'
 NO_OBJECT = '{"tool_name": "a", "parameters": "no object"}'
 OPEN_QUOTE = '{"tool_name": "a", "parameters": {"x": "quote}}, '

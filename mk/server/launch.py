@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib.metadata
+import json
 import os
 import socket
 import threading
@@ -20,7 +21,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from mk.config import Config, config_hash
+from mk.config import Config, resolved
 from mk.cuda_engine import CudaEngine
 from mk.engine.core import Core
 from mk.engine.policy import Policy
@@ -36,7 +37,9 @@ from mk.server.metrics import Metrics
 
 API_KEY = "MK_API_KEY"  # the environment's: a key on a command line is everybody's to read
 LAST_WORDS_S = 2.0  # for clients to read the error that ends their answers
-_SAMPLED = 1 << 20  # bytes of each weight file that the fingerprint reads
+_WHOLE, _STRIDE = 1 << 28, 1 << 20  # bytes of a file: read whole up to here; from one sample to the next beyond
+# groups of the configuration that decide which numbers an answer is made of, beside parts of model and server
+_OF_ANSWERS = ("weights", "schedule", "wave_order", "placement", "routing", "gpu", "engine", "prefill")
 
 
 def build_service(config: Config, model: Model, progress: Callable[[int, int], None] | None = None) -> Service:
@@ -90,14 +93,27 @@ def sampling_defaults(tokenizer: Tokenizer) -> dict[str, float | int]:
 
 
 def fingerprint(config: Config, model: Model, library: str) -> str:
-    """What answers depend on besides the request: configuration (the schedule is part of it), weights and library.
+    """What answers depend on besides the request: configuration (the schedule is part of it), model and library.
 
-    Weights are known by their label and their files' names, sizes and beginnings, which hold every tensor's place.
+    The model is known by its files, not by its place. Of a file larger than `_WHOLE` a sixteenth is read, so spread
+    that it meets every matrix of 1 MiB: other weights are noticed, a change of fewer bytes may not be.
     """
-    digest = hashlib.sha256(f"{config_hash(config)} {model.weights_label} {library}".encode())
-    for path in sorted(model.folder.glob("*.safetensors")):
+    given = resolved(config)
+    digest = hashlib.sha256(json.dumps([library, model.weights_label]).encode())
+    of_answers = {group: given[group] for group in _OF_ANSWERS}
+    of_answers["model"] = {key: value for key, value in given["model"].items() if key not in ("path", "revision")}
+    of_answers["server"] = {key: given["server"][key] for key in ("slots", "batches", "context", "kv_tokens")}
+    digest.update(json.dumps(of_answers, sort_keys=True).encode())
+    for path in sorted(
+        path for suffix in ("json", "jinja", "safetensors") for path in model.folder.glob(f"*.{suffix}")
+    ):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        block = _STRIDE if size <= _WHOLE else _STRIDE // 16
         with path.open("rb") as file:
-            digest.update(f"{path.name} {path.stat().st_size}".encode() + file.read(_SAMPLED))
+            for at in range(0, size, _STRIDE):
+                file.seek(at)
+                digest.update(file.read(block))
     return f"fp_{digest.hexdigest()[:16]}"
 
 
