@@ -191,6 +191,40 @@ def test_a_forced_call_is_of_the_named_tool_and_fits_its_schema(served: Served) 
     assert json.loads(said.calls[0]["function"]["arguments"]) == {"city": "Rome"}
 
 
+FORMATS = (
+    {"type": "json_object"},
+    {
+        "type": "json_schema",
+        "json_schema": {"schema": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}},
+    },
+)
+
+
+@pytest.mark.parametrize("wanted", FORMATS, ids=["object", "schema"])
+def test_an_answer_in_a_format_leaves_the_choice_of_calling(served: Served, wanted: dict[str, Any]) -> None:
+    """The model decides: it calls, by the tools' schemas, or it answers in the format."""
+    calling = served.says("t<|END_THINKING|>" + action(OSLO, ROME).replace("\n", ""))
+    answering = served.says(thought("t", '{"n": 3}'))
+    for effort in ({}, {"reasoning_effort": "none"}):
+        both = {"tools": [WEATHER], "response_format": wanted, **effort}
+        for choice in ({}, {"tool_choice": "auto"}):
+            said = chat(served, calling, **both, **choice).said
+            assert said.calls[0]["function"]["name"] == "weather" and said.finish == "tool_calls"
+            assert said.content == ""
+            said = chat(served, answering, **both, **choice).said
+            assert json.loads(said.content) == {"n": 3} and not said.calls and said.finish == "stop"
+        said = chat(served, calling, **both, tool_choice="none").said
+        assert not said.calls and isinstance(json.loads(said.content), dict)
+
+
+def test_calls_beside_a_format_follow_the_tools(served: Served) -> None:
+    prefers_madrid = served.says("t<|END_THINKING|>" + action(("weather", {"city": "Madrid"}), OSLO).replace("\n", ""))
+    body: dict[str, Any] = {"tools": [WEATHER], "response_format": FORMATS[0], "max_tokens": 150}
+    said = chat(served, prefers_madrid, **body, parallel_tool_calls=False).said
+    (only,) = said.calls
+    assert json.loads(only["function"]["arguments"])["city"] in ("Oslo", "Rome")
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -200,6 +234,8 @@ def test_a_forced_call_is_of_the_named_tool_and_fits_its_schema(served: Served) 
         ({"tools": 3}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
         ({"tools": [NONSENSE], "tool_choice": "required"}, "tools"),
+        ({"tools": [NONSENSE], "response_format": FORMATS[0]}, "tools"),
+        ({"tools": [WEATHER], "response_format": FORMATS[0], "tool_choice": "required"}, "response_format"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
     ],
