@@ -40,7 +40,7 @@ def own_server(cfg: Config) -> Iterator[Asked]:
         service = build_service(cfg, model)
         name = service.worker.core.engine.name
         title = cfg.model.path or cfg.model.name
-        with in_background(create_app(service, version()), cfg.server.drain_s) as url:
+        with in_background(create_app(service, version()), service.worker, cfg.server.drain_s) as url:
             parallel = min(cfg.batch.size, cfg.server.slots)
             engine = ServedEngine(f"{url}/v1", service.model_id, parallel, _timeout_s(cfg), name)
             bf16 = name == "cuda" or cfg.engine.numerics == "kernel"

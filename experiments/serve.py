@@ -1,6 +1,7 @@
 """Serve a model to OpenAI's clients: `make serve [port= model=]`; --cfg job shows what can be set.
 
-Prints where it listens once it does. Ctrl-C lets running answers end, a second one does not wait; so does SIGTERM.
+Prints where it listens once it does. Ctrl-C or SIGTERM lets running answers end for server.drain_s; what runs then,
+or at a second signal, ends with an error.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mk.model.opening import open_model
 from mk.model.packing import WeightLayout
 from mk.server.app import create_app
 from mk.server.generation import Service
-from mk.server.launch import Server, api_key, build_service, listen, server_settings, version
+from mk.server.launch import Server, api_key, build_service, listen, version
 
 
 def main(cfg: Config) -> int:
@@ -28,8 +29,11 @@ def main(cfg: Config) -> int:
         with progress("pack weights", len(WeightLayout(model.geometry).entries())) as done:
             service = build_service(cfg, model, lambda packed, _: done(packed))
         app = create_app(service, version(), api_key())
-        server = Server(server_settings(app, cfg.server.drain_s), lambda: print(welcome(cfg, service), flush=True))
-        server.run(sockets=[listener])
+        server = Server(app, service.worker, cfg.server.drain_s, lambda: print(welcome(cfg, service), flush=True))
+        try:
+            server.run(sockets=[listener])
+        finally:
+            service.worker.stop()
     return 0
 
 

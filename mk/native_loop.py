@@ -6,8 +6,10 @@ It never needs Python, and Python waits for it without the GIL. Page tables go u
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -48,7 +50,11 @@ class LoopState(ctypes.Structure):
 
 
 class NativeLoop:
-    """A `DecodeLoop` (`mk/decode_loop.py`) over a runtime, whose steps nobody else launches while a run goes on."""
+    """A `DecodeLoop` (`mk/decode_loop.py`) over a runtime, whose steps nobody else launches while a run goes on.
+
+    For one thread, but for `stop`. The library deletes its loop then or at the interpreter's exit, whichever thread is
+    inside it at that time: so every call holds `_use`, and none is made after the deletion.
+    """
 
     def __init__(self, runtime: Runtime, tables: PageTable, choose: Callable[[Run], Program], ahead: int) -> None:
         """tables: the rows' pages, which a run and a grant send up. choose: the program of a run.
@@ -75,7 +81,17 @@ class NativeLoop:
                 ctypes.c_int64(self._limit_ns),
             )
         )
-        self._stop = weakref.finalize(self, _stop, library, self._loop, runtime.ring)
+        self._use = threading.Lock()
+        self._stop = weakref.finalize(self, _stop, library, self._loop, self._use, runtime.ring)
+
+    @contextmanager
+    def _alive(self) -> Iterator[ctypes.c_void_p]:
+        """The library's loop, which stays meanwhile. Raises CardLost where it is gone."""
+        with self._use:
+            if not self._stop.alive:
+                self.parked = Parked.LOST
+                raise CardLost("the loop was stopped")
+            yield self._loop
 
     def resume(self, run: Run) -> None:
         if self.parked is Parked.RUNNING:
@@ -96,8 +112,9 @@ class NativeLoop:
         )
         given.keys[:rows], given.held[:rows], given.budget[:rows] = run.keys, self._held, run.budgets
         given.ends_at[: rows + 1] = [sum(map(len, ends[:row])) for row in range(rows + 1)]
-        if not self._library.mk_loop_resume(self._loop, ctypes.byref(runtime.params), ctypes.byref(given)):
-            raise RuntimeError("the loop was not parked")
+        with self._alive() as loop:
+            if not self._library.mk_loop_resume(loop, ctypes.byref(runtime.params), ctypes.byref(given)):
+                raise RuntimeError("the loop was not parked")
         self.parked = Parked.RUNNING
 
     def grant(self, held: Sequence[int]) -> None:
@@ -108,10 +125,13 @@ class NativeLoop:
             if before and now > before:
                 runtime.require_pages(row, before + 1, now)
                 self._held[row] = now
-                self._library.mk_loop_grant(self._loop, ctypes.c_int(row), ctypes.c_int(now))
+                with self._alive() as loop:
+                    self._library.mk_loop_grant(loop, ctypes.c_int(row), ctypes.c_int(now))
 
     def park(self) -> None:
-        self._library.mk_loop_park(self._loop)
+        with self._use:
+            if self._stop.alive:
+                self._library.mk_loop_park(self._loop)
 
     def read(self) -> list[LoopStep]:
         """Raises `StepAborted` naming the missing signal for a step that the kernel gave up, `CardLost`, MkError."""
@@ -119,12 +139,16 @@ class NativeLoop:
             return []
         patience = ctypes.c_int64(self._limit_ns + int(GRACE_S * 1e9))
         address = ctypes.c_void_p(self._records.ctypes.data)
-        count = self._library.mk_loop_read(self._loop, address, ctypes.c_int(QUEUE), patience)
+        state = LoopState()
+        with self._alive() as loop:
+            count = self._library.mk_loop_read(loop, address, ctypes.c_int(QUEUE), patience)
+            if count == 0:
+                self._library.mk_loop_state(loop, ctypes.byref(state))
         if count < 0:
             self.parked = Parked.LOST
             raise CardLost("the decode thread gives no sign of life")
         if count == 0:
-            self._end()
+            self._end(state)
         return [self._step(record) for record in self._records[:count]]
 
     def stop(self) -> None:
@@ -137,10 +161,9 @@ class NativeLoop:
         tokens, status = (record[name][:rows].astype(np.int64) for name in ("tokens", "status"))
         return LoopStep(int(record["number"]), tokens, status, int(record["started_ns"]))
 
-    def _end(self) -> None:
+    def _end(self, state: LoopState) -> None:
         """The run is over: the runtime's count of launches goes on where the loop's has come to."""
-        runtime, state = self._runtime, LoopState()
-        self._library.mk_loop_state(self._loop, ctypes.byref(state))
+        runtime = self._runtime
         self.parked = Parked(state.parked)
         runtime.count_launches(state.launches)
         error = runtime.library.mk_error(state.code).decode() if state.code else None
@@ -154,6 +177,8 @@ class NativeLoop:
             raise CardLost(f"the card does not answer: {error or seconds}")
 
 
-def _stop(library: ctypes.CDLL, loop: ctypes.c_void_p, ring: HostRing) -> None:
-    """ring: what a run that nobody read to its end still writes to."""
-    library.mk_loop_stop(loop)
+def _stop(library: ctypes.CDLL, loop: ctypes.c_void_p, use: threading.Lock, ring: HostRing) -> None:
+    """Park, so that who reads gets an answer; then delete. ring: what a run that nobody read to its end writes to."""
+    library.mk_loop_park(loop)
+    with use:
+        library.mk_loop_stop(loop)

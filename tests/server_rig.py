@@ -113,6 +113,7 @@ def serving(
     rows: int = 4,
     engine: PagedEngine | None = None,
     policy: Mapping[str, Any] | None = None,
+    drain_s: float = 2,
     **service: Any,
 ) -> Iterator[Served]:
     """deliver: tokens that the engine hands over at a time. engine: in the place of the scripted one."""
@@ -127,7 +128,7 @@ def serving(
     settings = {"context": engine.context, "max_waiting": 200, "defaults": {"temperature": 0.0}, **service}
     metrics = Metrics(worker)
     made = Service(worker, TOKENIZER, "nano", "fp_test", created=1, metrics=metrics, grammars=GRAMMARS, **settings)
-    with in_background(create_app(made, "1.2.3", api_key), drain_s=2) as url:
+    with in_background(create_app(made, "1.2.3", api_key), worker, drain_s) as url:
         served = Served(url, made, replies)
         yield served
 

@@ -129,7 +129,7 @@ def test_wrong_types_name_the_key(override: str, key: str) -> None:
         (["run_dir=''"], "run_dir is empty"),
         (["model.path=''"], "model.path is empty"),
         (["experiment=train_nano", "experiment.out_dir="], "experiment.out_dir is empty"),
-        (["gpu.interleaving_seed=3000000000"], "gpu.interleaving_seed=3000000000 does not fit in 32 bits"),
+        (["engine.attention.max_splits=3000000000"], "engine.attention.max_splits=3000000000 does not fit in 32 bits"),
     ],
 )
 def test_what_does_not_go_together_is_refused(overrides: list[str], message: str) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +162,58 @@ def test_the_loop_and_its_twin_give_the_same(fake_device: FakeLibrary) -> None:
             assert mine.tokens.tolist() == other.tokens.tolist() and mine.status.tolist() == other.status.tolist()
     assert reasons == {Parked.END, Parked.STEPS, Parked.BUDGET, Parked.ROOM}
     engine.loop.stop()
+
+
+@pytest.mark.parametrize("at_exit", [False, True], ids=["stop", "exit"])
+def test_no_call_into_the_library_outlives_the_loop(
+    fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch, at_exit: bool
+) -> None:
+    """A thread that nobody waits for reads while another stops the loop, or the interpreter's exit does."""
+    engine = CudaEngine(weights(), fake_build(GEOMETRY), Plan(6, LAYER_WAVES, "row_owner"), 1, 128, device="cpu")
+    fake_device.runtime, loop = engine.runtime, engine.loop
+    engine.pages.reserve(0, 128, since=0)
+    inside, calls, reads = set[str](), list[str](), threading.Semaphore(0)
+
+    def watched(name: str) -> Callable[..., int]:
+        function = getattr(fake_device, f"mk_loop_{name}")
+
+        def call(*arguments: object) -> int:
+            calls.append(name)
+            assert name != "stop" or not inside, f"deleted under {inside}"
+            inside.update({name} - {"stop", "park"})
+            if name == "read":
+                reads.release()
+                time.sleep(0.05)  # the caller has let go of the GIL
+            result: int = function(*arguments)
+            inside.discard(name)
+            return result
+
+        return call
+
+    for name in ("resume", "park", "grant", "read", "state", "stop"):
+        monkeypatch.setattr(fake_device, f"mk_loop_{name}", watched(name))
+    ended: list[object] = []
+
+    def decode() -> None:
+        try:
+            for _ in range(100):
+                loop.resume(Run(tokens=[5], keys=[10], held=[128], budgets=[9], sampling=[GREEDY], ends=[frozenset()]))
+                finish(loop)
+        except CardLost as error:
+            ended.append(error)
+
+    reader = threading.Thread(target=decode)
+    reader.start()
+    for _ in range(3):
+        reads.acquire()
+    (loop._stop if at_exit else loop.stop)()
+    reader.join(10)
+    assert not reader.is_alive() and len(ended) == 1
+    loop.park()
+    loop.stop()
+    with pytest.raises(CardLost):
+        loop.resume(twin_run())
+    assert calls.count("stop") == 1 and calls[-1] == "stop"
 
 
 def twin_run(budget: int = 100, held: int = 100, **more: object) -> Run:

@@ -16,9 +16,19 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai.types import completion_create_params as text_params
+from openai.types.chat import completion_create_params as chat_params
 
 from mk.engine.scripted import Reply
-from mk.server.protocol import _UNSUPPORTED, WITHOUT_EFFECT, ChatRequest, CompletionRequest, GenerationRequest
+from mk.server.protocol import (
+    WITHOUT_EFFECT,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    KnownFields,
+    TokenizeRequest,
+)
 from tests.server_rig import TOKENIZER, WEATHER, Served, action, chat, events, refused, serving, thought
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -216,6 +226,49 @@ TEXT_ROWS = (
     Row("echo", True, lambda a, b: text(b) == "MENU" + text(a), (1, "yes")),
     Row("logprobs", 3, lambda a, b: top_entries(a) == 0 and top_entries(b) >= 3, (-1, 21, "3", True)),
 )
+TURN = {"messages": [{"role": "user", "content": "Hi"}]}
+TOKENIZE_ROWS = (
+    Row("prompt", "two words", lambda a, b: b["count"] > a["count"], (3, [], {}), {"prompt": "word"}),
+    Row(
+        "messages",
+        [{"role": "user", "content": "Hi there"}],
+        lambda a, b: b["count"] > a["count"],
+        ("hi", [{}], [{"role": "x"}], [3]),
+        TURN,
+    ),
+    Row("tools", [WEATHER], lambda a, b: b["count"] > a["count"], (3, [3], [{"type": "x"}]), TURN),
+    Row(
+        "add_special_tokens",
+        False,
+        lambda a, b: a["tokens"] == [TOKENIZER.bos, *b["tokens"]],
+        ("no", 0),
+        {"prompt": "word"},
+    ),
+    Row("add_generation_prompt", False, lambda a, b: b["count"] < a["count"], ("no", 0), TURN),
+    Row(
+        "return_token_strs",
+        True,
+        lambda a, b: a["token_strs"] is None and "".join(b["token_strs"] or []) == "<BOS_TOKEN>word",
+        ("no", 0),
+        {"prompt": "word"},
+    ),
+    Row(
+        "chat_template_kwargs",
+        {"reasoning": False},
+        lambda a, b: a["tokens"] != b["tokens"],
+        (3, [], {"tools": []}),
+        TURN,
+    ),
+)
+DETOKENIZE_ROWS = (
+    Row(
+        "tokens",
+        MENU[:2],
+        lambda a, b: b["prompt"] == " a b" != a["prompt"],
+        (3, "a", [-1], [1.5], [9999]),
+        {"tokens": MENU},
+    ),
+)
 # what these do is told by the form of the answer; tests of their own look at it
 BY_FORM = {"model", "stream", "stream_options"}
 
@@ -232,7 +285,9 @@ def served() -> Iterator[Served]:
 
 
 def base(path: str, row: Row) -> dict[str, Any]:
-    """The request that the row's field is added to. Sampled, unless the row says otherwise."""
+    """The request that the row's field is added to. One for an answer is sampled, unless the row says otherwise."""
+    if path not in (CHAT, TEXT):
+        return dict(row.beside)
     body: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 14}
     if path == CHAT:
         body |= {"messages": [{"role": "user", "content": "MENU"}], "chat_template_kwargs": {"reasoning": False}}
@@ -248,10 +303,15 @@ def base(path: str, row: Row) -> dict[str, Any]:
     return body
 
 
-ROWS = [(CHAT, row) for row in (*SHARED, *CHAT_ROWS)] + [(TEXT, row) for row in (*SHARED, *TEXT_ROWS)]
+ROWS = [
+    *((CHAT, row) for row in (*SHARED, *CHAT_ROWS)),
+    *((TEXT, row) for row in (*SHARED, *TEXT_ROWS)),
+    *(("/tokenize", row) for row in TOKENIZE_ROWS),
+    *(("/detokenize", row) for row in DETOKENIZE_ROWS),
+]
 
 
-@pytest.mark.parametrize(("path", "row"), ROWS, ids=[f"{path.split('/')[2]}-{row.field}" for path, row in ROWS])
+@pytest.mark.parametrize(("path", "row"), ROWS, ids=[f"{path.removeprefix('/v1')}-{row.field}" for path, row in ROWS])
 def test_a_field_has_its_effect_and_wrong_values_are_named(served: Served, path: str, row: Row) -> None:
     body = base(path, row)
 
@@ -274,6 +334,20 @@ def test_the_table_names_every_field() -> None:
     assert shared == set(GenerationRequest.model_fields)
     assert shared | {row.field for row in CHAT_ROWS} == set(ChatRequest.model_fields)
     assert shared | {row.field for row in TEXT_ROWS} == set(CompletionRequest.model_fields)
+    assert {"model"} | {row.field for row in TOKENIZE_ROWS} == set(TokenizeRequest.model_fields)
+    assert {"model"} | {row.field for row in DETOKENIZE_ROWS} == set(DetokenizeRequest.model_fields)
+
+
+def test_tokenizing_takes_fields_of_one_form(served: Served) -> None:
+    for name, value, beside in (
+        ("add_special_tokens", True, TURN),
+        ("tools", [WEATHER], {"prompt": "word"}),
+        ("chat_template_kwargs", {"reasoning": False}, {"prompt": "word"}),
+    ):
+        refused(served.post("/tokenize", {**beside, name: value}), 400, "unsupported_parameter", name)
+    for path in ("/tokenize", "/detokenize"):
+        refused(served.post(path, {**smallest(path), "model": "other"}), 404, "model_not_found", "model")
+        assert served.post(path, {**smallest(path), "model": "nano"}).status_code == 200
 
 
 def test_stream_and_its_options_change_the_form(served: Served) -> None:
@@ -300,13 +374,67 @@ def test_null_is_not_given(served: Served) -> None:
         assert served.post(path, {**body, **nothing}).json()["choices"] == served.post(path, body).json()["choices"]
 
 
-@pytest.mark.parametrize("name", sorted(_UNSUPPORTED))
-def test_known_fields_that_are_not_done_are_refused(served: Served, name: str) -> None:
-    for path in (CHAT, TEXT):
-        body = base(path, SHARED[0])
+ENDPOINTS: dict[str, type[KnownFields]] = {
+    CHAT: ChatRequest,
+    TEXT: CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+
+def smallest(path: str) -> dict[str, Any]:
+    bodies: dict[str, dict[str, Any]] = {"/tokenize": {"prompt": "MENU"}, "/detokenize": {"tokens": MENU}}
+    return bodies.get(path) or base(path, SHARED[0])
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_known_fields_that_are_not_done_are_refused(
+    served: Served, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    body, fields = smallest(path), ENDPOINTS[path]
+    for name in set(fields.unsupported) - set(fields.model_fields):
         refused(served.post(path, {**body, name: "something"}), 400, "unsupported_parameter", name)
-        for asks_for_nothing in _UNSUPPORTED[name]:
-            assert served.post(path, {**body, name: asks_for_nothing}).status_code == 200
+        for asks_for_nothing in (None, *fields.unsupported[name]):
+            assert served.post(path, {**body, name: asks_for_nothing}).status_code == 200, name
+    assert not caplog.records
+    assert served.post(path, {**body, "something_new": 1}).status_code == 200
+    assert "something_new" in caplog.text
+
+
+VLLM = {
+    "allowed_token_ids",
+    "bad_words",
+    "cache_salt",
+    "include_reasoning",
+    "include_stop_str_in_output",
+    "kv_transfer_params",
+    "length_penalty",
+    "priority",
+    "prompt_embeds",
+    "prompt_logprobs",
+    "request_id",
+    "return_tokens_as_token_ids",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "structured_outputs",
+    "truncate_prompt_tokens",
+    "use_beam_search",
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "openais"),
+    [
+        (ChatRequest, chat_params.CompletionCreateParamsBase),
+        (CompletionRequest, text_params.CompletionCreateParamsBase),
+    ],
+    ids=["chat", "text"],
+)
+def test_no_field_that_others_know_is_passed_over(fields: type[KnownFields], openais: type) -> None:
+    """OpenAI's by its client's types, vLLM's by its protocol, and those of the other endpoint."""
+    told = {*fields.model_fields, *fields.unsupported, *WITHOUT_EFFECT}
+    assert told >= {*openais.__annotations__, *VLLM, *ChatRequest.model_fields, *CompletionRequest.model_fields}
+    assert not {*fields.model_fields} & {*fields.unsupported}
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_EFFECT))

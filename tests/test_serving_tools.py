@@ -135,6 +135,19 @@ def test_a_call_without_text_and_a_call_after_text(served: Served) -> None:
     assert unclosed.reasoning == "t" and len(unclosed.calls) == 1
 
 
+def test_calls_that_max_tokens_cut_off_end_with_length(served: Served) -> None:
+    """Whatever has become whole until then: there may have been more to come."""
+    said = "t<|END_THINKING|>" + action(OSLO, ROME)
+    tokens = TOKENIZER.encode(said)
+    first = next(i for i in range(len(tokens)) if TOKENIZER.decode(tokens[:i]).count("}") == 2)
+    question = served.says(said)
+    for most, calls in ((first + 1, 1), (len(tokens) - 1, 2)):
+        cut = chat(served, question, tools=[WEATHER], max_tokens=most).said
+        assert len(cut.calls) == calls and cut.finish == "length"
+    whole = chat(served, question, tools=[WEATHER]).said
+    assert len(whole.calls) == 2 and whole.finish == "tool_calls"
+
+
 A, B = '{"tool_name": "a", "parameters": {}}', '{"tool_name": "b"}'
 NO_OBJECT = '{"tool_name": "a", "parameters": "no object"}'
 OPEN_QUOTE = '{"tool_name": "a", "parameters": {"x": "quote}}, '
@@ -178,6 +191,40 @@ def test_a_forced_call_is_of_the_named_tool_and_fits_its_schema(served: Served) 
     assert json.loads(said.calls[0]["function"]["arguments"]) == {"city": "Rome"}
 
 
+FORMATS = (
+    {"type": "json_object"},
+    {
+        "type": "json_schema",
+        "json_schema": {"schema": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}},
+    },
+)
+
+
+@pytest.mark.parametrize("wanted", FORMATS, ids=["object", "schema"])
+def test_an_answer_in_a_format_leaves_the_choice_of_calling(served: Served, wanted: dict[str, Any]) -> None:
+    """The model decides: it calls, by the tools' schemas, or it answers in the format."""
+    calling = served.says("t<|END_THINKING|>" + action(OSLO, ROME).replace("\n", ""))
+    answering = served.says(thought("t", '{"n": 3}'))
+    for effort in ({}, {"reasoning_effort": "none"}):
+        both = {"tools": [WEATHER], "response_format": wanted, **effort}
+        for choice in ({}, {"tool_choice": "auto"}):
+            said = chat(served, calling, **both, **choice).said
+            assert said.calls[0]["function"]["name"] == "weather" and said.finish == "tool_calls"
+            assert said.content == ""
+            said = chat(served, answering, **both, **choice).said
+            assert json.loads(said.content) == {"n": 3} and not said.calls and said.finish == "stop"
+        said = chat(served, calling, **both, tool_choice="none").said
+        assert not said.calls and isinstance(json.loads(said.content), dict)
+
+
+def test_calls_beside_a_format_follow_the_tools(served: Served) -> None:
+    prefers_madrid = served.says("t<|END_THINKING|>" + action(("weather", {"city": "Madrid"}), OSLO).replace("\n", ""))
+    body: dict[str, Any] = {"tools": [WEATHER], "response_format": FORMATS[0], "max_tokens": 150}
+    said = chat(served, prefers_madrid, **body, parallel_tool_calls=False).said
+    (only,) = said.calls
+    assert json.loads(only["function"]["arguments"])["city"] in ("Oslo", "Rome")
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -187,6 +234,8 @@ def test_a_forced_call_is_of_the_named_tool_and_fits_its_schema(served: Served) 
         ({"tools": 3}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
         ({"tools": [NONSENSE], "tool_choice": "required"}, "tools"),
+        ({"tools": [NONSENSE], "response_format": FORMATS[0]}, "tools"),
+        ({"tools": [WEATHER], "response_format": FORMATS[0], "tool_choice": "required"}, "response_format"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
     ],

@@ -61,6 +61,11 @@ class Worker:
             self._thread.join()
         self.core.engine.loop.stop()
 
+    @property
+    def stopping(self) -> bool:
+        """Whether every request ends or has ended because the worker does."""
+        return self._stopping
+
     def submit(self, *requests: Request) -> None:
         """Queue requests, neighbours in order of arrival. One that cannot be served is told so through its sink.
 

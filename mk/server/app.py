@@ -108,9 +108,8 @@ def _tokens(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize")
     async def tokenize(asked: TokenizeRequest) -> Response:
+        asked.check_fields()
         service.check_model(asked.model)
-        if (asked.prompt is None) == (asked.messages is None):
-            raise invalid("give either prompt or messages", "prompt")
         if asked.messages is not None:
             options, begin = asked.chat_template_kwargs, asked.add_generation_prompt
             tokens = render_chat(tokenizer, asked.messages, asked.tools, options, begin)
@@ -123,6 +122,7 @@ def _tokens(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize")
     async def detokenize(asked: DetokenizeRequest) -> Response:
+        asked.check_fields()
         service.check_model(asked.model)
         service.check_tokens(asked.tokens, "tokens")
         return json_response({"prompt": tokenizer.decode(asked.tokens)})

@@ -71,9 +71,12 @@ class ChatAnswer:
         forced = asked.tool_choice if asked.tool_choice not in (None, "auto", "none") else None
         if forced and wanted:
             raise invalid("response_format and a tool_choice that forces a call exclude each other", "response_format")
+        parallel = asked.parallel_tool_calls is not False
         if forced:
             assert isinstance(forced, str | NamedTool)
-            return grammars.calls(asked.tools or [], forced, asked.parallel_tool_calls is not False)
+            return grammars.calls(asked.tools or [], forced, parallel)
+        if wanted and asked.tools and asked.tool_choice != "none":
+            return grammars.answer_or_calls(wanted, asked.tools, parallel)
         return grammars.answer(wanted) if wanted else None
 
     def _constraints(self, grammar: str | None) -> list[Constraint]:

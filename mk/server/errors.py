@@ -53,6 +53,11 @@ def engine_error(message: str) -> ApiError:
     return ApiError(500, message, "engine_error")
 
 
+def unavailable(message: str) -> ApiError:
+    """A request that was right and is not served, now or any more."""
+    return ApiError(503, message, "unavailable")
+
+
 def dumps(value: Any) -> str:
     """JSON in UTF-8; what a request smuggled in that is no UTF-8 (half a surrogate pair) stays escaped."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)

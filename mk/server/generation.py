@@ -16,7 +16,7 @@ from mk.engine.worker import Worker
 from mk.errors import MkError
 from mk.model.tokenizer import Tokenizer
 from mk.sampling import SamplingParams
-from mk.server.errors import ApiError, engine_error, invalid
+from mk.server.errors import ApiError, engine_error, invalid, unavailable
 from mk.server.grammar import Grammars
 from mk.server.metrics import Metrics
 from mk.server.protocol import GenerationRequest
@@ -150,7 +150,7 @@ class Generation:
         try:
             service.worker.submit(*self._requests)
         except MkError as error:
-            raise ApiError(503, str(error), "unavailable") from error
+            raise unavailable(str(error)) from error
 
     def _sink(self, index: int) -> Callable[[Delivery], None]:
         def sink(delivery: Delivery) -> None:
@@ -171,7 +171,7 @@ class Generation:
                 if delivery.finish is not None:
                     self._end(index)
                     if delivery.finish in ("error", "cancelled"):
-                        raise engine_error(delivery.error or "the request was cancelled")
+                        raise self._failure(delivery.error or "the request was cancelled")
                 yield index, delivery
         finally:
             self.close()
@@ -185,6 +185,10 @@ class Generation:
     def close(self) -> None:
         for index in list(self._open):
             self.stop(index)
+
+    def _failure(self, message: str) -> ApiError:
+        """A server that ends is unavailable, not at fault: clients may ask another."""
+        return unavailable(message) if self._service.worker.stopping else engine_error(message)
 
     def _end(self, index: int) -> None:
         self._open.discard(index)

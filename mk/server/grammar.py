@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import llguidance
@@ -16,6 +17,16 @@ from mk.server.errors import invalid
 from mk.server.protocol import NamedTool, ResponseFormat, Tool
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """JSON between two markers. param: the request's field that asks for it."""
+
+    begin: str
+    schema: Any
+    end: str
+    param: str
+
+
 class Grammars:
     """Makes constraints over one tokenizer's tokens."""
 
@@ -25,15 +36,25 @@ class Grammars:
 
     def answer(self, wanted: ResponseFormat) -> str:
         """The grammar of an answer in that format. Raises ApiError for a schema that cannot be followed."""
+        return self._checked(self._answer(wanted))
+
+    def calls(self, tools: Sequence[Tool], choice: str | NamedTool, parallel: bool) -> str:
+        """The grammar of an action with at least one call of these tools, or of the named one. Raises ApiError."""
+        return self._checked(self._calls(tools, choice, parallel))
+
+    def answer_or_calls(self, wanted: ResponseFormat, tools: Sequence[Tool], parallel: bool) -> str:
+        """The grammar of either, of which the model's first marker decides. Raises ApiError."""
+        return self._checked(self._answer(wanted), self._calls(tools, "auto", parallel))
+
+    def _answer(self, wanted: ResponseFormat) -> _Part:
         schema: Any = {"type": "object"}
         if wanted.type == "json_schema":
             if wanted.json_schema is None:
                 raise invalid("response_format of type json_schema needs json_schema", "response_format")
             schema = wanted.json_schema.json_schema
-        return self._checked("start_text", schema, "end_text", "response_format")
+        return _Part("start_text", schema, "end_text", "response_format")
 
-    def calls(self, tools: Sequence[Tool], choice: str | NamedTool, parallel: bool) -> str:
-        """The grammar of an action with at least one call of these tools, or of the named one. Raises ApiError."""
+    def _calls(self, tools: Sequence[Tool], choice: str | NamedTool, parallel: bool) -> _Part:
         if isinstance(choice, NamedTool):
             tools = [tool for tool in tools if tool.function.name == choice.function.name]
             if not tools:
@@ -43,24 +64,26 @@ class Grammars:
         array: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": [_call_schema(t) for t in tools]}}
         if not parallel:
             array["maxItems"] = 1
-        return self._checked("start_action", array, "end_action", "tools")
+        return _Part("start_action", array, "end_action", "tools")
 
     def constraint(self, grammar: str, thinking: bool) -> GrammarConstraint:
         """thinking: the grammar is of what comes after thinking, which is free."""
         free_until = self._tokenizer.marker("end_thinking") if thinking else None
         return GrammarConstraint(self._tokens, grammar, free_until, self._tokenizer.vocab)
 
-    def _checked(self, begin: str, schema: Any, end: str, param: str) -> str:
-        """The schema's JSON between two markers. The markers stand as token ids, so that text cannot imitate them."""
-        options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        if isinstance(schema, dict):
-            schema = {**schema, "x-guidance": options}
+    def _checked(self, *parts: _Part) -> str:
+        """One of the parts. The markers stand as token ids, so that text cannot imitate them."""
         marker = self._tokenizer.marker
-        grammar = f"start: <[{marker(begin)}]> json <[{marker(end)}]>\njson: %json {json.dumps(schema)}\n"
-        problem = llguidance.LLMatcher.validate_grammar(grammar, self._tokens)
-        if problem:
-            raise invalid(f"{param}: {problem.splitlines()[0]}", param)
-        return grammar
+        starts, rules = [], ""
+        for number, part in enumerate(parts):
+            start = f"<[{marker(part.begin)}]> json{number} <[{marker(part.end)}]>"
+            rule = f"json{number}: %json {json.dumps(_compact(part.schema))}\n"
+            problem = llguidance.LLMatcher.validate_grammar(f"start: {start}\n{rule}", self._tokens)
+            if problem:
+                raise invalid(f"{part.param}: {problem.splitlines()[0]}", part.param)
+            starts.append(start)
+            rules += rule
+        return f"start: {' | '.join(starts)}\n{rules}"
 
 
 class GrammarConstraint:
@@ -109,6 +132,11 @@ class _Vocabulary:
 
     def __call__(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)
+
+
+def _compact(schema: Any) -> Any:
+    options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return {**schema, "x-guidance": options} if isinstance(schema, dict) else schema
 
 
 def _call_schema(tool: Tool) -> dict[str, Any]:

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib.metadata
+import json
 import os
 import socket
 import threading
@@ -14,11 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
-from mk.config import Config, config_hash
+from mk.config import Config, resolved
 from mk.cuda_engine import CudaEngine
 from mk.engine.core import Core
 from mk.engine.policy import Policy
@@ -33,7 +36,10 @@ from mk.server.grammar import Grammars
 from mk.server.metrics import Metrics
 
 API_KEY = "MK_API_KEY"  # the environment's: a key on a command line is everybody's to read
-_SAMPLED = 1 << 20  # bytes of each weight file that the fingerprint reads
+LAST_WORDS_S = 2.0  # for clients to read the error that ends their answers
+_WHOLE, _STRIDE = 1 << 28, 1 << 20  # bytes of a file: read whole up to here; from one sample to the next beyond
+# groups of the configuration that decide which numbers an answer is made of, beside parts of model and server
+_OF_ANSWERS = ("weights", "schedule", "wave_order", "placement", "routing", "gpu", "engine", "prefill")
 
 
 def build_service(config: Config, model: Model, progress: Callable[[int, int], None] | None = None) -> Service:
@@ -87,14 +93,27 @@ def sampling_defaults(tokenizer: Tokenizer) -> dict[str, float | int]:
 
 
 def fingerprint(config: Config, model: Model, library: str) -> str:
-    """What answers depend on besides the request: configuration (the schedule is part of it), weights and library.
+    """What answers depend on besides the request: configuration (the schedule is part of it), model and library.
 
-    Weights are known by their label and their files' names, sizes and beginnings, which hold every tensor's place.
+    The model is known by its files, not by its place. Of a file larger than `_WHOLE` a sixteenth is read, so spread
+    that it meets every matrix of 1 MiB: other weights are noticed, a change of fewer bytes may not be.
     """
-    digest = hashlib.sha256(f"{config_hash(config)} {model.weights_label} {library}".encode())
-    for path in sorted(model.folder.glob("*.safetensors")):
+    given = resolved(config)
+    digest = hashlib.sha256(json.dumps([library, model.weights_label]).encode())
+    of_answers = {group: given[group] for group in _OF_ANSWERS}
+    of_answers["model"] = {key: value for key, value in given["model"].items() if key not in ("path", "revision")}
+    of_answers["server"] = {key: given["server"][key] for key in ("slots", "batches", "context", "kv_tokens")}
+    digest.update(json.dumps(of_answers, sort_keys=True).encode())
+    for path in sorted(
+        path for suffix in ("json", "jinja", "safetensors") for path in model.folder.glob(f"*.{suffix}")
+    ):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        block = _STRIDE if size <= _WHOLE else _STRIDE // 16
         with path.open("rb") as file:
-            digest.update(f"{path.name} {path.stat().st_size}".encode() + file.read(_SAMPLED))
+            for at in range(0, size, _STRIDE):
+                file.seek(at)
+                digest.update(file.read(block))
     return f"fp_{digest.hexdigest()[:16]}"
 
 
@@ -120,38 +139,57 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which says when it is ready. The first interrupt lets answers end, the second does not."""
+    """uvicorn, which says when it is ready, and whose end every client hears of.
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._ready = ready
+    The first signal lets answers end for `drain_s`. Then, or at the second signal, the worker stops, which gives what
+    still runs an error. uvicorn's own limit would cancel the answers instead: a stream that breaks off is asked for
+    again for ever. Signals are not raised again afterwards, so that the caller's `finally` runs.
+    """
+
+    def __init__(self, app: FastAPI, worker: Worker, drain_s: float, ready: Callable[[], None]) -> None:
+        super().__init__(uvicorn.Config(app, log_level="warning", timeout_keep_alive=30, server_header=False))
+        self._worker, self._drain_s, self._ready = worker, drain_s, ready
+        self._hurried = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._ready()
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self._hurried  # the third signal waits for nobody
+        self._hurried = self.should_exit
+        self.should_exit = True
 
-def server_settings(app: FastAPI, drain_s: float) -> uvicorn.Config:
-    """drain_s: how long a server that stops waits for answers to end."""
-    return uvicorn.Config(
-        app,
-        log_level="warning",
-        timeout_graceful_shutdown=int(drain_s),
-        timeout_keep_alive=30,
-        server_header=False,
-    )
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self._end_answers())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_answers(self) -> None:
+        end = time.monotonic() + self._drain_s
+        while time.monotonic() < end and not self._hurried:
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(self._worker.stop)
+        await asyncio.sleep(LAST_WORDS_S)
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
 
 
 @contextmanager
-def in_background(app: FastAPI, drain_s: float) -> Iterator[str]:
+def in_background(app: FastAPI, worker: Worker, drain_s: float) -> Iterator[str]:
     """Serve on a free port of this machine while the context lasts; the server's URL, without a path.
+
+    drain_s: how long the end waits for answers.
 
     Raises MkError where the server does not come up.
     """
     up = threading.Event()
     with listen("127.0.0.1", 0) as listener:
-        server = Server(server_settings(app, drain_s), up.set)
+        server = Server(app, worker, drain_s, up.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="mk-server", daemon=True)
         thread.start()
         while not up.wait(0.1):

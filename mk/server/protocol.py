@@ -7,7 +7,8 @@ for something that is not done here is refused, so that nobody takes silence for
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
@@ -24,35 +25,60 @@ MAX_LOGPROBS = 20
 # Accepted without effect: bookkeeping of the caller's, or advice to a provider that has more than one machine.
 WITHOUT_EFFECT = {"store", "metadata", "user", "service_tier", "prompt_cache_key", "safety_identifier"}
 
-# Known to OpenAI or vLLM, and not done here. The value that asks for nothing is accepted.
+# Known to OpenAI or vLLM, and not done here, with the values beside null that ask for nothing and are accepted.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (),
-    "allowed_token_ids": (None,),
-    "audio": (None,),
-    "bad_words": (None, []),
-    "best_of": (None, 1),
-    "chat_template": (None,),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "cache_salt": (),
+    "chat_template": (),
     "continue_final_message": (False,),
-    "documents": (None,),
-    "function_call": (None,),
-    "functions": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
+    "documents": (),
+    "function_call": (),
+    "functions": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
+    "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
-    "modalities": (None, ["text"]),
-    "prediction": (None,),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "priority": (0,),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "request_id": (),
+    "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (None,),
-    "suffix": (None,),
-    "truncate_prompt_tokens": (None,),
+    "structured_outputs": (),
+    "suffix": (),
+    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
-    "verbosity": (None, "medium"),
-    "web_search_options": (None,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+# The other endpoint's.
+_OF_COMPLETIONS: dict[str, tuple[Any, ...]] = {"echo": (False,), "prompt": ()}
+_OF_CHAT: dict[str, tuple[Any, ...]] = {
+    "chat_template_kwargs": ({},),
+    "max_completion_tokens": (),
+    "messages": (),
+    "parallel_tool_calls": (True,),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "thinking_token_budget": (),
+    "tool_choice": ("auto", "none"),
+    "tools": ([],),
+    "top_logprobs": (0,),
 }
 
 
@@ -60,6 +86,25 @@ class Lenient(BaseModel):
     """An object of which more than the declared fields may be sent."""
 
     model_config = ConfigDict(extra="allow")
+
+
+class KnownFields(Lenient):
+    """A request. unsupported: fields that are refused, with the values that are not."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = _UNSUPPORTED
+
+    def check_fields(self) -> None:
+        """Raises ApiError for a field that asks for what is not done here; logs one that nobody knows."""
+        for name, value in (self.model_extra or {}).items():
+            if name in self.unsupported:
+                if value is not None and value not in self.unsupported[name]:
+                    raise unsupported(name)
+            elif name not in WITHOUT_EFFECT:
+                log.warning("ignoring the unknown request field %r", name)
+
+
+def unsupported(name: str, where: str = "here") -> ApiError:
+    return ApiError(400, f"{name} is not supported {where}", "unsupported_parameter", name)
 
 
 class StreamOptions(Lenient):
@@ -108,7 +153,7 @@ class ResponseFormat(Lenient):
     json_schema: JsonSchema | None = None
 
 
-class GenerationRequest(Lenient):
+class GenerationRequest(KnownFields):
     """What both endpoints take. null stands for "not given" everywhere."""
 
     model: StrictStr | None = None
@@ -137,23 +182,18 @@ class GenerationRequest(Lenient):
         return [stop for stop in given if stop]
 
     def check_fields(self) -> None:
-        """Raises ApiError for a field that asks for what is not done here; logs one that nobody knows."""
-        for name, value in (self.model_extra or {}).items():
-            if name in _UNSUPPORTED:
-                if value not in _UNSUPPORTED[name]:
-                    raise ApiError(400, f"{name} is not supported here", "unsupported_parameter", name)
-            elif name not in WITHOUT_EFFECT:
-                log.warning("ignoring the unknown request field %r", name)
+        """And for fields that do not go together."""
+        super().check_fields()
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream=true", "invalid_value", "stream_options")
         if self.return_token_ids and self.stream:
-            name = "return_token_ids"
-            raise ApiError(400, f"{name} is not supported here with stream=true", "unsupported_parameter", name)
+            raise unsupported("return_token_ids", "with stream=true")
 
 
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
+    unsupported = _UNSUPPORTED | _OF_COMPLETIONS
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None
     logprobs: StrictBool | None = None
@@ -170,12 +210,13 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions. prompt: text or token ids, or several of either."""
 
+    unsupported = _UNSUPPORTED | _OF_CHAT
     prompt: StrictStr | list[StrictInt] | list[StrictStr] | list[list[StrictInt]]
     echo: StrictBool | None = None
     logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] | None = None
 
 
-class TokenizeRequest(Lenient):
+class TokenizeRequest(KnownFields):
     """POST /tokenize: a text, or a conversation as its prompt."""
 
     model: StrictStr | None = None
@@ -187,8 +228,19 @@ class TokenizeRequest(Lenient):
     return_token_strs: StrictBool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
+    def check_fields(self) -> None:
+        """And for a field of the form that is not asked for, prompt or messages."""
+        super().check_fields()
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "give either prompt or messages", "invalid_value", "prompt")
+        if self.messages is not None and self.add_special_tokens and "add_special_tokens" in self.model_fields_set:
+            raise unsupported("add_special_tokens", "with messages: their template writes them")
+        for name in ("tools", "chat_template_kwargs"):
+            if self.prompt is not None and getattr(self, name):
+                raise unsupported(name, "with a prompt: it has no template")
 
-class DetokenizeRequest(Lenient):
+
+class DetokenizeRequest(KnownFields):
     """POST /detokenize."""
 
     model: StrictStr | None = None
