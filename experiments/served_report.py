@@ -66,29 +66,26 @@ class Report:
             line = f"{kind}: the device idles {row.idle_us:.0f} us, median of {row.interruptions}"
             print(line + (f"; from asking to rest {row.park_us:.0f} us" if row.park_us else ""), flush=True)
 
-    def prompt(self, policy: str, gaps: Sequence[float], first_ms: float, whole: bool) -> None:
-        """Milliseconds between tokens of all that ran while a prompt entered, and until its own first token."""
+    def prompt(self, policy: str, gaps: Sequence[float], first_ms: float, last_ms: Sequence[float]) -> None:
+        """Milliseconds between tokens of all that ran while a prompt entered, until its own first token, and until the
+        last one of each of them."""
         tokens = self._cfg.experiment.prompt
         raw = {"kind": "between_tokens", "gap_ms": [round(ms, MS_DIGITS) for ms in gaps], "first_ms": first_ms}
-        row = self._append(
-            raw,
-            batch=self._engine.rows - 1,
-            prompt_tokens=tokens,
-            prefill_policy=policy,
-            checks={"ran_throughout": whole},
-        )
+        raw["last_ms"] = [round(ms, MS_DIGITS) for ms in last_ms]
+        row = self._append(raw, batch=self._engine.rows - 1, prompt_tokens=tokens, prefill_policy=policy)
         print(
             f"a prompt of {tokens} enters, {policy}: ITL of {row.batch} others p50 {row.itl_p50_ms:.2f} ms, p99 "
-            f"{row.itl_p99_ms:.2f}, most {row.itl_most_ms:.2f}; its first token after {row.ttft_ms:.0f} ms",
+            f"{row.itl_p99_ms:.2f}, most {row.itl_most_ms:.2f}; its first token after {row.ttft_ms:.0f} ms"
+            + ("" if row.checks["ran_throughout"] else "; FAILED: not all of them ran until then"),
             flush=True,
         )
 
     def _append(
         self, raw: dict[str, Any], batch: int, checks: Mapping[str, bool] = MappingProxyType({}), **more: Any
     ) -> Row:
-        self.failed |= not all(checks.values())
         context = [self._cfg.experiment.short if "event" in more else self._cfg.experiment.context] * batch
         row = self._run.measured(raw, **self._fields, batch=batch, context=context, checks=dict(checks), **more)
+        self.failed |= not all(row.checks.values())
         return self._run.append_row(row, raw)
 
 

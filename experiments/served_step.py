@@ -63,8 +63,7 @@ def main(cfg: Config) -> int:
                 report.interruptions(name, runs)
             for policy_name in ("pause", "interleave"):
                 running = [prompt[: settings.context] for prompt in prompts[: slots - 1]]
-                gaps, first_ms, whole = entering(bench, running, prompts[-1][: settings.prompt], policy_name)
-                report.prompt(policy_name, gaps, first_ms, whole)
+                report.prompt(policy_name, *entering(bench, running, prompts[-1][: settings.prompt], policy_name))
             print(f"run folder: {run.path}")
     return int(report.failed)
 
@@ -206,10 +205,9 @@ def admissions(bench: Bench, prompts: Sequence[Sequence[int]], events: int) -> l
 
 def entering(
     bench: Bench, running: Sequence[Sequence[int]], prompt: Sequence[int], policy_name: str
-) -> tuple[list[float], float, bool]:
-    """Milliseconds between tokens of running requests while a prompt enters, and until its own first token; whether
-    they all ran throughout. They have come in under `pause`, else the first would end while the last one's prompt is
-    computed."""
+) -> tuple[list[float], float, list[float]]:
+    """Milliseconds between tokens of running requests while a prompt enters, until its own first token, and until each
+    one's last. They have come in under `pause`, else the first would end while the last one's prompt is computed."""
     bench.policy(prefill="pause")
     policy = bench.core.policy
     chunks = -(-len(prompt) // policy.chunk)
@@ -219,14 +217,14 @@ def entering(
     (newcomer,) = bench.ask([prompt], [NEWCOMER_TOKENS], "newcomer")
     newcomer.wait()
     first = newcomer.times[0]
-    whole = all(one.times[-1] > first for one in [one.wait() for one in asked])
+    last = [one.wait().times[-1] for one in asked]
     gaps = [
         (after - before) * 1e3
         for one in asked
         for before, after in itertools.pairwise(one.times)
         if after > newcomer.asked and before < first
     ]
-    return gaps, (first - newcomer.asked) * 1e3, whole
+    return gaps, (first - newcomer.asked) * 1e3, [(end - newcomer.asked) * 1e3 for end in last]
 
 
 def settle(asked: Sequence[Asked]) -> None:

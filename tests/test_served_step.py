@@ -10,6 +10,7 @@ import pytest
 
 import mk.engines
 from experiments import served_step
+from experiments.served_figures import between_tokens
 from experiments.served_report import by_kind
 from experiments.served_rig import Ran
 from mk.compose import load_config
@@ -155,3 +156,10 @@ def test_its_configuration_is_the_full_model_on_a_card() -> None:
     assert (cfg.model.preset, cfg.weights.name, cfg.engine.name) == ("north_mini_code", "random", "cuda")
     assert cfg.prefill.chunk < cfg.experiment.prompt and cfg.experiment.steps == 1000
     assert cfg.experiment.batches == [1, 8]
+
+
+def test_who_ended_before_the_newcomers_first_token_did_not_run_throughout() -> None:
+    raw = {"kind": "between_tokens", "gap_ms": [2.0, 3.0], "first_ms": 40.0, "last_ms": [41.0, 40.5]}
+    assert between_tokens(Row.__new__(Row), raw)["checks"] == {"ran_throughout": True}
+    raw["last_ms"] = [41.0, 39.0]
+    assert between_tokens(Row.__new__(Row), raw)["checks"] == {"ran_throughout": False}
