@@ -5,12 +5,14 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import queue
 import re
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Hashable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Hashable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from evals.completion import Completion, Request
@@ -26,6 +28,36 @@ _ANSWERED = re.compile(
 _COUNTS = re.compile(r"^# TYPE (?:mk_requests_finished|vllm:request_success)(?:_total)? counter$", re.MULTILINE)
 
 
+class _Pool:
+    """As a ThreadPoolExecutor, of threads that no ending process waits for: a server may never answer."""
+
+    def __init__(self, threads: int) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future[Completion], Callable[[], Completion]] | None] = queue.SimpleQueue()
+        self._threads = threads
+        for _ in range(threads):
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def submit(self, job: Callable[[], Completion]) -> Future[Completion]:
+        future: Future[Completion] = Future()
+        self._jobs.put((future, job))
+        return future
+
+    def close(self) -> None:
+        """Threads end when they are done with what they are at."""
+        for _ in range(self._threads):
+            self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (given := self._jobs.get()) is not None:
+            future, job = given
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+
+
 class ServedEngine:
     """model: what the server calls it. context: tokens of prompt and answer, None where it does not say."""
 
@@ -37,12 +69,12 @@ class ServedEngine:
         self.name = name
         self.parallel = parallel
         self.url, self._timeout_s = base_url.rstrip("/"), timeout_s
-        self._pool = ThreadPoolExecutor(parallel)
+        self._pool = _Pool(parallel)
         self._open: dict[Future[Completion], Hashable] = {}
         self.model, self.context = self._about(model)
 
     def submit(self, key: Hashable, request: Request) -> None:
-        self._open[self._pool.submit(self._ask, request)] = key
+        self._open[self._pool.submit(lambda: self._ask(request))] = key
 
     def collect(self) -> list[tuple[Hashable, Completion]]:
         done, _ = wait(self._open, return_when=FIRST_COMPLETED)
@@ -59,6 +91,7 @@ class ServedEngine:
         for future in self._open:
             future.cancel()
         self._open.clear()
+        self._pool.close()
 
     def count(self, expected: int | None = None) -> int | None:
         """Requests that the server has answered since it started, by its own /metrics; None where it has none.
@@ -103,16 +136,21 @@ class ServedEngine:
         return parse_reply(reply, time.perf_counter() - started)
 
     def _json(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
-        """A POST of `body`, a GET without one. Raises MkError for anything but an object in reply."""
-        url = self.url + path
+        """A POST of `body`, a GET without one. Raises MkError for anything but an object in reply, in time."""
+        url, end = self.url + path, time.monotonic() + timeout_s
         try:
             with urllib.request.urlopen(_asked(url, body), timeout=timeout_s) as reply:
-                return dict(json.load(reply))
+                said = b""
+                while part := reply.read1(1 << 20):  # the timeout is of one read alone
+                    said += part
+                    if time.monotonic() > end:
+                        raise TimeoutError(f"no whole answer in {timeout_s:g} s")
+                return dict(json.loads(said))
         except urllib.error.HTTPError as error:
-            said = error.read(300).decode(errors="replace")
-            refused = error.code == 400 and "return_token_ids" in said
+            why = error.read(300).decode(errors="replace")
+            refused = error.code == 400 and "return_token_ids" in why
             raise MkError(
-                f"{url} answers {error.code}: {said}", hint="experiment.token_ids=false" if refused else None
+                f"{url} answers {error.code}: {why}", hint="experiment.token_ids=false" if refused else None
             ) from error
         except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
             raise MkError(f"{url} does not answer: {error}", hint="experiment.base_url=<http://.../v1>") from error
