@@ -27,7 +27,7 @@ from mk.kv import KINDS, PageAllocator
 from mk.model.geometry import PRESETS
 from mk.model.packing import PackedWeights
 from mk.model.reference import LayerOutput, Reference, reference_forward
-from mk.results import RAW_BYTES
+from mk.results import RAW_BYTES, promote
 from mk.rows import Row, read_rows
 from prefill.launch import Launcher
 from prefill.triton_prefill import TritonPrefill
@@ -109,7 +109,7 @@ def test_a_sound_prefill_passes(
 def test_a_run_that_is_cut_off_leaves_what_it_measured(
     tiny: None, committed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the first of two layers: a row a length, which says that it is not complete, and can be kept."""
+    """After the first of two layers: a row a length, which says that it is not complete, and cannot be promoted."""
     measure = experiment.measure
 
     def broken(layer: int, *more: object) -> None:
@@ -120,7 +120,9 @@ def test_a_run_that_is_cut_off_leaves_what_it_measured(
     monkeypatch.setattr(experiment, "measure", broken)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, "lengths=[1,3]", "cuts=[]", "whole=false")
-    rows = require_kept(committed, folder_of(tmp_path), checks=lambda checks: {**checks, "complete": True})
+    rows = read_rows(folder_of(tmp_path) / "rows.jsonl")
+    with pytest.raises(MkError, match="failed complete"):
+        promote(folder_of(tmp_path), committed / "results", committed)
     assert [(row.context, row.layer, failed(row)) for row in rows] == [([1], 0, ["complete"]), ([3], 0, ["complete"])]
 
 
