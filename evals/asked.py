@@ -11,6 +11,7 @@ from pathlib import Path
 from evals.served import ServedEngine
 from mk.config import Config
 from mk.model.opening import Model, open_model
+from mk.rows import dtype_of
 from mk.server.app import create_app
 from mk.server.launch import build_service, in_background, version
 
@@ -43,12 +44,11 @@ def own_server(cfg: Config) -> Iterator[Asked]:
         with in_background(create_app(service, version()), service.worker, cfg.server.drain_s) as url:
             parallel = min(cfg.batch.size, cfg.server.slots)
             engine = ServedEngine(f"{url}/v1", service.model_id, parallel, _timeout_s(cfg), name)
-            bf16 = name == "cuda" or cfg.engine.numerics == "kernel"
             if name == "scripted":
                 yield Asked(engine, "answers from a script", "unknown")
             else:
                 label = f"{title} (weights: {model.weights_label})"
-                yield Asked(engine, label, "bfloat16" if bf16 else "float32", model)
+                yield Asked(engine, label, dtype_of(name, cfg.engine.numerics), model)
 
 
 def _timeout_s(cfg: Config) -> float:

@@ -22,9 +22,8 @@ from mk.build import build_for
 from mk.compose import group_options, load_config
 from mk.config import Config
 from mk.errors import MkError
-from mk.kv import KVCache, PageAllocator, blocks_of
+from mk.kv import KVCache, PageAllocator, blocks_of, pages_of
 from mk.model.geometry import Geometry
-from mk.model.packing import PackedWeights
 from mk.programs import Plan, Programs, bucket_for
 from mk.rows import Row
 from mk.runs import RunFolder
@@ -111,10 +110,7 @@ class Bench:
         g, keys = source.geometry, [settings.context, *settings.neighbours]
         if max(keys) > g.max_positions:
             raise MkError(f"contexts of {keys} keys: the model has {g.max_positions} positions")
-        counts = {
-            "full": sum(map(blocks_of, keys)),
-            "sliding": sum(min(blocks_of(n), blocks_of(g.window_keys) + 1) for n in keys) if g.sliding_layers else 0,
-        }
+        counts = pages_of(g, keys)
         pages = PageAllocator(g, counts, len(keys), blocks_of(max(keys)), settings.seed)
         for slot, length in enumerate(keys):
             pages.reserve(slot, length)
@@ -132,7 +128,7 @@ class Bench:
                 for of, delays_ns in ((library, 0), (slow, settings.delays_ns))
             )
         else:
-            host = PackedWeights(weights.slots.cpu(), weights.norms.cpu(), weights.layout, g)
+            host = weights.to("cpu")
             machine = disturbed = InterpreterBits(host, KVCache(g, counts["full"], counts["sliding"]), settings.seed)
         return cls(cfg, g, plan, machine, disturbed, build_hash, pages, keys, tokens)
 

@@ -32,9 +32,8 @@ from experiments.needles import passes, place, returned, turned_away, with_needl
 from experiments.opening import machine_under_test, make_runtime, plan_for
 from mk.build import build_for
 from mk.config import Config
-from mk.kv import KINDS, KVCache, PageAllocator, blocks_of
+from mk.kv import KINDS, KVCache, PageAllocator, blocks_of, pages_of
 from mk.model.geometry import Geometry
-from mk.model.packing import PackedWeights
 from mk.model.reference import Reference
 from mk.model.tensors import WeightSource
 from mk.programs import Programs, bucket_for
@@ -108,7 +107,7 @@ def _batches(
     programs = [Programs(g, len(keys), plan).get(bucket_for(max(keys))) for keys in contexts]
     longest = max(max(keys) for keys in contexts)
     # the batches take turns in one pool: each writes the history of a layer before it runs the layer
-    caches = [_pages(g, keys) for keys in contexts]
+    caches = [pages_of(g, keys) for keys in contexts]
     pages = {kind: max(count[kind] for count in caches) for kind in KINDS}
     allocators = [PageAllocator(g, pages, len(keys), blocks_of(longest), cfg.experiment.seed) for keys in contexts]
     for allocator, keys in zip(allocators, contexts, strict=True):
@@ -126,7 +125,7 @@ def _batches(
             for program, allocator, keys in zip(programs, allocators, contexts, strict=True)
         ]
     else:
-        host = PackedWeights(weights.slots.cpu(), weights.norms.cpu(), weights.layout, g)
+        host = weights.to("cpu")
         kv = KVCache(g, pages["full"], pages["sliding"])
         machines = [
             InterpreterArm(host, kv, program, allocator.table, keys)
@@ -138,12 +137,6 @@ def _batches(
         tokens = torch.randint(g.vocab, (len(keys),), generator=torch.Generator().manual_seed(cfg.experiment.seed))
         batches.append(Batch(keys, machine, embed(tokens).to(device, torch.bfloat16)))
     return batches, [program.shape.splits for program in programs], build_hash
-
-
-def _pages(g: Geometry, keys: Sequence[int]) -> dict[str, int]:
-    window = blocks_of(g.window_keys) + 1
-    full = [blocks_of(length) for length in keys]
-    return {"full": sum(full), "sliding": sum(min(blocks, window) for blocks in full) if g.sliding_layers else 0}
 
 
 def measure(

@@ -25,7 +25,7 @@ from mk.model.hub import resolve_folder
 from mk.model.opening import NANO
 from mk.model.tensors import WeightSource
 from mk.model.tokenizer import load_tokenizer
-from mk.rows import Row
+from mk.rows import Row, dtype_of
 from mk.runs import RunFolder
 
 
@@ -52,7 +52,7 @@ def main(cfg: Config) -> int:
             row = run.measured(
                 raw,
                 engine=engine.name,
-                dtype="bfloat16" if engine.name == "cuda" or cfg.engine.numerics == "kernel" else "float32",
+                dtype=dtype_of(engine.name, cfg.engine.numerics),
                 batch=len(settings.contexts),
                 context=[len(tokens) - settings.steps],
                 build_hash=build_hash,

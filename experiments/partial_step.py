@@ -27,7 +27,6 @@ from mk.interpreter import Machine
 from mk.interpreter.memory import Memory
 from mk.isa import Buffer
 from mk.kv import KVCache, blocks_of
-from mk.model.packing import PackedWeights
 from mk.model.tensors import WeightSource
 from mk.parts import (
     InterpreterWorker,
@@ -105,7 +104,7 @@ def _machines(cfg: Config, engine: str, source: WeightSource, whole: Program) ->
     """The interpreter, the machine that is compared with it, and the hash of the kernel's library where it is that."""
     g, settings, longest = source.geometry, cfg.experiment, max(cfg.experiment.contexts)
     weights = pack(source, torch.device("cuda" if engine == "cuda" else "cpu"))
-    host = PackedWeights(weights.slots.cpu(), weights.norms.cpu(), weights.layout, g)
+    host = weights.to("cpu")
     caches = [KVCache.for_contexts(g, whole.shape.rows, longest) for _ in range(2)]
     expected = InterpreterWorker(Machine(host, caches[0], "kernel", settings.seed), whole.shape)
     if engine == "interpreter":

@@ -17,7 +17,7 @@ from mk.model.greedy_oracle import TRANSFORMERS, Divergence, GreedyOracle
 from mk.model.opening import Model
 from mk.model.tensors import parameter_count
 from mk.routing import Trace
-from mk.rows import Row
+from mk.rows import Row, dtype_of
 from mk.runs import RunFolder
 
 
@@ -63,7 +63,7 @@ class Report:
     def __init__(self, cfg: Config, run: RunFolder, model: Model) -> None:
         self.cfg, self.run, self.model = cfg, run, model
         self.engine = engine_name(cfg, model.geometry, cfg.batch.size)
-        self.dtype = "bfloat16" if self.engine == "cuda" or cfg.engine.numerics == "kernel" else "float32"
+        self.dtype = dtype_of(self.engine, cfg.engine.numerics)
         self.agree = True  # no token has differed yet
         self._oracle: GreedyOracle | None = None
 

@@ -14,7 +14,7 @@ from mk.config import Config
 from mk.cuda_engine import CudaEngine
 from mk.engines import PagedEngine
 from mk.errors import MkError
-from mk.rows import Row
+from mk.rows import Row, dtype_of
 from mk.runs import RunFolder
 from mk.step_figures import MS_DIGITS, raw_steps
 
@@ -28,10 +28,9 @@ class Report:
     def __init__(self, cfg: Config, run: RunFolder, engine: PagedEngine) -> None:
         self.failed = False
         self._cfg, self._run, self._engine = cfg, run, engine
-        kernel = engine.name == "cuda" or cfg.engine.numerics == "kernel"
         self._fields: dict[str, Any] = {
             "engine": engine.name,
-            "dtype": "bfloat16" if kernel else "float32",
+            "dtype": dtype_of(engine.name, cfg.engine.numerics),
             "build_hash": engine.runtime.build_hash if isinstance(engine, CudaEngine) else None,
         }
         clock = "the card" if isinstance(engine, CudaEngine) else "the host: there is no card here"

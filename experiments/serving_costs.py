@@ -23,7 +23,7 @@ from mk.engine.request import Delivery, GenerationParams, Phase, Request, Sample
 from mk.errors import MkError
 from mk.model.geometry import PAGE
 from mk.model.opening import open_model
-from mk.rows import Row
+from mk.rows import Row, dtype_of
 from mk.runs import RunFolder
 from mk.sampling import SamplingParams
 from mk.server.launch import build_service
@@ -83,8 +83,7 @@ def main(cfg: Config) -> int:
         with RunFolder.create(cfg) as run:
 
             def note(batch: int, raw: dict[str, Any], **more: Any) -> Row:
-                kernel = core.engine.name == "cuda" or cfg.engine.numerics == "kernel"
-                dtype = "bfloat16" if kernel else "float32"
+                dtype = dtype_of(core.engine.name, cfg.engine.numerics)
                 context = [settings.context] * batch
                 row = run.measured(raw, engine=core.engine.name, dtype=dtype, batch=batch, context=context, **more)
                 return run.append_row(row, raw)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from experiments.baselines.vllm_process import environment, find
+from experiments.baselines.vllm_process import find
 from mk.config import Config
 from mk.errors import MkError
 from mk.model.hub import resolve_folder
@@ -21,10 +21,10 @@ def main(cfg: Config) -> int:
     config = cfg.baseline.vllm
     if config is None:
         raise MkError("vllm_serve starts vLLM", hint="baseline=vllm")
-    python, _, version = find(config)
+    python, env, version = find(config)
     command = [python, *arguments(cfg)]
     print(f"vLLM {version}: {' '.join(command)}", flush=True)
-    os.execve(python, command, environment(config))
+    os.execve(python, command, env)
 
 
 def arguments(cfg: Config) -> list[str]:

@@ -95,7 +95,7 @@ class CudaEngine:
         self.sizes = (rows,) if sizes is None else tuple(sizes)
         counts = pages or pages_for_contexts(g, rows, context, chunk, paged_chunk=products is not None)
         self.pages = PageAllocator(g, counts, rows, blocks_of(context), seed)
-        copy = PackedWeights(weights.slots.to(device), weights.norms.to(device), weights.layout, g)
+        copy = weights.to(device)
         self.runtime = Runtime(library, copy, counts, blocks_of(context), context, window_slots, time_limit_s)
         self.programs = programs_by_size(g, self.sizes, plan)
         self.loop = NativeLoop(self.runtime, self.pages.table, self._choose, ahead)

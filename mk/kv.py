@@ -37,17 +37,25 @@ def first_visible(keys: int, window: int | None) -> int:
     return 0 if window is None else max(0, keys - window)
 
 
+def pages_of(geometry: Geometry, contexts: Sequence[int]) -> dict[str, int]:
+    """Pages of each kind for sequences of so many tokens: of a window that straddles blocks one more than it fills."""
+    full = [blocks_of(keys) for keys in contexts]
+    window = blocks_of(geometry.window_keys) + 1
+    sliding = sum(min(blocks, window) for blocks in full) if geometry.sliding_layers else 0
+    return {"full": sum(full), "sliding": sliding}
+
+
 def pages_for_contexts(
     geometry: Geometry, slots: int, keys: int, chunk: int = 0, paged_chunk: bool = False
 ) -> dict[str, int]:
     """Pages of each kind for `slots` sequences of `keys` tokens, prompts coming in chunks of at most `chunk` tokens.
 
-    A window that straddles blocks has one page more than it fills. While a chunk is computed, its own pages stand
-    beside those of the window before it: of the chunk or of its last window, whichever is less, and for one slot at a
-    time; or, `paged_chunk`, of all of a chunk that any number of slots may share.
+    While a chunk is computed, its own pages stand beside those of the window before it: of the chunk or of its last
+    window, whichever is less, and for one slot at a time; or, `paged_chunk`, of all of a chunk that any number of slots
+    may share.
     """
-    full = blocks_of(keys)
-    window = min(full, blocks_of(geometry.window_keys) + 1) if geometry.sliding_layers else 0
+    one = pages_of(geometry, [keys])
+    full, window = one["full"], one["sliding"]
     in_flight = min(window, blocks_of(chunk) + 1) if chunk else 0
     sliding = slots * window + in_flight
     if paged_chunk and window:

@@ -217,6 +217,11 @@ class Row:
         return {name: value for name, value in values.items() if value is not None or name not in optional}
 
 
+def dtype_of(engine: str, numerics: str) -> str:
+    """A row's `dtype`: bfloat16 is the kernel's, and the interpreter's where it rounds as the kernel does."""
+    return "bfloat16" if engine == "cuda" or numerics == "kernel" else "float32"
+
+
 def read_rows(path: Path) -> list[Row]:
     """The rows of a rows.jsonl file, in order. Raises MkError naming the line that is not a row."""
     rows = []

@@ -59,7 +59,7 @@ def rig(geometry: Geometry, std: float) -> Rig:
     scale = sharp_qk_scale(geometry, std=std)
     source = RandomWeights(geometry, 7, "cuda", std, scale)
     weights = PackedWeights.from_state(source.tensor, geometry, "cuda")
-    host = PackedWeights(weights.slots.cpu(), weights.norms.cpu(), weights.layout, geometry)
+    host = weights.to("cpu")
     pages = {kind: PAGES[f"pages_{kind}"] for kind in KINDS}
     runtime = Runtime(build(geometry, SPLITS), weights, pages, blocks_of(BUCKET), BUCKET, time_limit_s=1.0)
     return Rig(geometry, host, runtime, std=1.9)

@@ -172,6 +172,10 @@ class PackedWeights:
         norms = torch.stack([read.tensor(name) for name in norm_names])
         return cls(slots, norms, layout, geometry)
 
+    def to(self, device: torch.device | str) -> PackedWeights:
+        """These weights on `device`: themselves where they are there already, else a copy."""
+        return PackedWeights(self.slots.to(device), self.norms.to(device), self.layout, self.geometry)
+
     def matrix(self, name: str, layer: int | None = None, expert: int = 0) -> torch.Tensor:
         """One matrix in its source's row order: bf16 [rows, k], e.g. gate rows then up rows."""
         tile, entry = self.layout.tiles.matrices[name], self.layout.entry(name, layer)
