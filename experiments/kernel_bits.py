@@ -2,8 +2,10 @@
 
 The probe is one sequence in the middle of its context; a step of it is run alone, and then in every arrangement that
 must not change a bit: again and again, in each row of a full batch, beside single neighbours of other lengths, by every
-wave order, schedule and placement, with another program at every step, with counters about to wrap, with NaN in all
-that a step has to write first, and with the SMs held up at random. On a CPU the interpreter stands for the kernel.
+wave order and schedule, with another program at every step, with counters about to wrap, with NaN in all that a step
+has to write first, and with the SMs held up at random. Where no SM owns a strip of the residual, the experts' parts
+are added in another order (`moe_combine`): those placements have bits of their own, and all of them the same. On a
+CPU the interpreter stands for the kernel.
 """
 
 from __future__ import annotations
@@ -32,7 +34,11 @@ from mk.schedule.lower import Program
 
 WRAPS = (2**31 - 3, 2**32 - 3)  # epochs three steps before a counter's sign and its range change
 WRAP_STEPS = 6
-GROUPS = ("repeat", "rows", "neighbours", "schedules", "switching", "epochs", "poisoned", "delays")
+OWNED, SHARED = "owned", "shared"  # who adds the experts' parts: a strip's owner, or moe_combine
+GROUPS = {
+    **dict.fromkeys(("repeat", "rows", "neighbours", "schedules", "switching", "epochs", "poisoned", "delays"), OWNED),
+    "shared": SHARED,  # the other placements, by both schedules and between switches
+}
 
 
 def main(cfg: Config) -> int:
@@ -45,14 +51,14 @@ def main(cfg: Config) -> int:
     bench = Bench.open(cfg, engine)
     with RunFolder.create(cfg) as run:
         digests: dict[str, list[str]] = {group: [] for group in GROUPS}
-        base = bench.alone()
+        bases = {SHARED: bench.alone(bench.shared_plans()[0][1]), OWNED: bench.alone()}
         executed = bench.machine.executed_hash()
-        print(f"{bench.machine.name}: {settings.context} keys beside {settings.neighbours}: {base}", flush=True)
+        print(f"{bench.machine.name}: {settings.context} keys beside {settings.neighbours}: {bases}", flush=True)
         for group, what, found in bench.arrangements():
             digests[group].append(found)
-            if found != base:
-                print(f"{group}, {what}: {found}, not {base}", flush=True)
-        raw = {"kind": "bits", "base": base, "digests": digests}
+            if found != bases[GROUPS[group]]:
+                print(f"{group}, {what}: {found}, not {bases[GROUPS[group]]}", flush=True)
+        raw = {"kind": "bits", "bases": bases, "digests": digests}
         row = run.measured(
             raw,
             engine=bench.machine.name,
@@ -70,19 +76,20 @@ def main(cfg: Config) -> int:
 
 def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
     """Fields of `Row`: a group of arrangements passes if it has any and all of them gave the probe's own bits."""
-    base, digests = raw["base"], raw["digests"]
-    checks = {"schedule_verified": True, "logits_finite": base != "not finite"}  # one that is refused is never loaded
-    for group in GROUPS:
-        checks[f"bits_{group}"] = bool(digests[group]) and all(found == base for found in digests[group])
+    bases, digests = raw["bases"], raw["digests"]
+    # a schedule that is refused is never loaded
+    checks = {"schedule_verified": True, "logits_finite": "not finite" not in bases.values()}
+    for group, adds in GROUPS.items():
+        checks[f"bits_{group}"] = bool(digests[group]) and all(found == bases[adds] for found in digests[group])
     return {"steps": sum(map(len, digests.values())), "checks": checks}
 
 
 def table(row: Row, raw: dict[str, Any]) -> str:
     """A line a group."""
     lines = [f"{'arrangements':<14} {'steps':>6} {'other bits':>11}"]
-    for group in GROUPS:
-        found = raw["digests"][group]
-        lines.append(f"{group:<14} {len(found):>6} {sum(one != raw['base'] for one in found):>11}")
+    for group, adds in GROUPS.items():
+        found, base = raw["digests"][group], raw["bases"][adds]
+        lines.append(f"{group:<14} {len(found):>6} {sum(one != base for one in found):>11}")
     return "\n".join(lines)
 
 
@@ -132,9 +139,9 @@ class Bench:
             machine = disturbed = InterpreterBits(host, KVCache(g, counts["full"], counts["sliding"]), settings.seed)
         return cls(cfg, g, plan, machine, disturbed, build_hash, pages, keys, tokens)
 
-    def alone(self) -> str:
-        """The probe's step by itself, which all the others are compared with."""
-        self.machine.load(self.program(1))
+    def alone(self, plan: Plan | None = None) -> str:
+        """The probe's step by itself, which all those that add up the experts alike are compared with."""
+        self.machine.load(self.program(1, plan))
         return self.step([0], 0)
 
     def program(self, rows: int, plan: Plan | None = None) -> Program:
@@ -171,38 +178,43 @@ class Bench:
             yield "rows", f"row {row}", self.step(self.rotated(row), row)
         self.machine.poison()
         yield "poisoned", "full batch", self.step(self.rotated(0), 0)
-        plans = list(self.plans())
-        for turn, (name, plan) in enumerate(plans):
-            self.machine.load(self.program(count, plan))
-            yield "schedules", name, self.step(self.rotated(turn % count), turn % count)
-        changing = [plan for _, plan in plans[:: max(1, len(plans) // 4)]]
+        owned, shared = self.owned_plans(), self.shared_plans()
+        for group, plans in (("schedules", owned), ("shared", shared)):
+            for turn, (name, plan) in enumerate(plans):
+                self.machine.load(self.program(count, plan))
+                yield group, name, self.step(self.rotated(turn % count), turn % count)
+        changing = [("switching", plan) for _, plan in owned[:: max(1, len(owned) // 4)]]
+        changing += [("shared", plan) for _, plan in shared[-1:]]
         for turn in range(settings.switches):
-            self.machine.load(self.program(1, changing[turn % len(changing)]))
-            yield "switching", f"step {turn}", self.step([0], 0)
+            group, plan = changing[turn % len(changing)]
+            self.machine.load(self.program(1, plan))
+            yield group, f"switch {turn}", self.step([0], 0)
         self.disturbed.load(self.program(count))
         for seed in range(1, settings.delays + 1):
             self.disturbed.disturb(seed)
             yield "delays", f"seed {seed}", self.step(self.rotated(seed % count), seed % count, self.disturbed)
         self.disturbed.disturb(0)
 
-    def plans(self) -> Iterator[tuple[str, Plan]]:
-        """Every wave order by both schedules where rows are owned; other placements by both in the default order."""
-        orders = {
-            name: tuple(load_config([f"wave_order={name}"]).wave_order.waves)
-            for name in group_options("wave_order")
-            if name != "custom"
-        }
-        others = [name for name in group_options("placement") if name != "row_owner"]
-        choices = [(order, "row_owner") for order in orders] + [("default", other) for other in others]
-        for order, placement in choices:
-            for claimers in (0, self.plan.n_sm):
-                plan = dataclasses.replace(
-                    self.plan,
-                    wave_order=orders[order],
-                    placement=placement,
-                    attention_claimers=claimers,
-                    moe_claimers=claimers,
-                    claim_ahead=2,
-                    costs=None,
-                )
-                yield f"{'work_stealing' if claimers else 'static'} {order} {placement}", plan
+    def owned_plans(self) -> list[tuple[str, Plan]]:
+        """Every wave order by both schedules where strips of the residual are owned."""
+        orders = [name for name in group_options("wave_order") if name != "custom"]
+        return [choice for order in orders for choice in self._both_schedules(order, "row_owner")]
+
+    def shared_plans(self) -> list[tuple[str, Plan]]:
+        """The other placements by both schedules, in the default order."""
+        placements = [name for name in group_options("placement") if name != "row_owner"]
+        return [choice for placement in placements for choice in self._both_schedules("default", placement)]
+
+    def _both_schedules(self, order: str, placement: str) -> Iterator[tuple[str, Plan]]:
+        waves = tuple(load_config([f"wave_order={order}"]).wave_order.waves)
+        for claimers in (0, self.plan.n_sm):
+            plan = dataclasses.replace(
+                self.plan,
+                wave_order=waves,
+                placement=placement,
+                attention_claimers=claimers,
+                moe_claimers=claimers,
+                claim_ahead=2,
+                costs=None,
+            )
+            yield f"{'work_stealing' if claimers else 'static'} {order} {placement}", plan

@@ -93,7 +93,7 @@ class Variants(DecodeThroughput):
 
 # The experiments that are nothing but a comparison, under the names that configs/experiment/ asks for.
 WaveOrderAblation = PlacementAblation = ScheduleAblation = RoutingAblation = Variants
-KernelAblation = RingAblation = ContextSweep = Variants
+KernelAblation = RingAblation = PlanAblation = ContextSweep = Variants
 
 
 @dataclass(slots=True)

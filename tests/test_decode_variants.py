@@ -62,7 +62,7 @@ def test_a_variant_that_cannot_be_is_named(override: str, message: str) -> None:
         vary(load_config(["experiment=decode_throughput"]), [override])
 
 
-ABLATIONS = ("wave_order", "placement", "schedule", "routing", "kernel", "ring")
+ABLATIONS = ("wave_order", "placement", "schedule", "routing", "kernel", "ring", "plan")
 
 
 @pytest.mark.parametrize("name", ABLATIONS)
@@ -79,6 +79,9 @@ def test_the_ablations_have_what_they_are_named_for() -> None:
     orders = values("wave_order_ablation", lambda job: job.wave_order.name)
     assert orders == ["default", "interleaved", "attention_first", "oproj_before_down"]
     assert set(values("placement_ablation", lambda job: job.placement.name)) == set(group_options("placement"))
+    plans = values("plan_ablation", lambda job: (job.wave_order.name, job.placement.name, job.schedule.name))
+    orders = set(group_options("wave_order")) - {"custom"}
+    assert sorted(plans) == sorted(itertools.product(orders, group_options("placement"), ("static", "work_stealing")))
     claimers = values("schedule_ablation", lambda job: (job.schedule.attention_claimers, job.schedule.moe_claimers))
     assert claimers == [(None, None), (33, 33), (66, 66), (132, 132)]
     routings = values("routing_ablation", lambda job: job.routing)
