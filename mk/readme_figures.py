@@ -43,7 +43,7 @@ def _bullets(text: str, rows: Sequence[Row]) -> list[str]:
     said: list[tuple[str, str, Callable[[Row], bool]]] = []
     for ms, keys in re.findall(r"([\d.]+)(?:\s+ms a step)?\s+at\s+(\d+)K", bullets.get("context_sweep", "")):
         said.append((f"context_sweep, {keys}K keys", ms, _at(1, round_keys=int(keys))))
-    orders = re.findall(r"`(\w+)`\s+([\d.]+)\s+and\s+([\d.]+)", bullets.get("wave_order_ablation", ""))
+    orders = re.findall(r"`(\w+)`\s+(\d+\.\d+)\s+and\s+(\d+\.\d+)", bullets.get("plan_ablation", ""))
     for order, *both in orders:
         for batch, ms in zip((1, 8), both, strict=True):
             said.append((f"wave_order {order}, batch {batch}", ms, _at(batch, order)))

@@ -335,8 +335,7 @@ def test_its_server_is_started_with_what_ours_would_have(tmp_path: Path) -> None
         vllm_serve.arguments(load_config(["experiment=vllm_serve", "weights=random"]))
 
 
-def test_both_servers_are_asked_the_same(
-    committed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_servers_are_asked_the_same(committed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["experiment=accuracy_vllm", f"baseline.vllm.site={SITE}", f"run_dir={tmp_path / 'runs'}",
                  "experiment.limit=4", "benchmark.max_tokens=6", "sampling=top_p", "experiment.runs=2"]  # fmt: skip
     assert accuracy_vllm.main(load_config(overrides)) == 0
