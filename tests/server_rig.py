@@ -111,6 +111,7 @@ def serving(
     api_key: str | None = None,
     pages: int = 96,
     rows: int = 4,
+    context: int = CONTEXT,
     engine: PagedEngine | None = None,
     policy: Mapping[str, Any] | None = None,
     drain_s: float = 2,
@@ -121,7 +122,7 @@ def serving(
     if engine is None:
         counts = {"full": pages, "sliding": pages}
         engine = ScriptedEngine(
-            NANO_GEOMETRY, lambda history: served(history), rows, CONTEXT, counts, sizes=every_size(rows)
+            NANO_GEOMETRY, lambda history: served(history), rows, context, counts, sizes=every_size(rows)
         )
     chosen = {**POLICY, "chunk": 256, "deliver": deliver, **(policy or {})}
     worker = Worker(Core(engine, TOKENIZER.eos, Policy(**chosen)))

@@ -8,6 +8,7 @@ import pytest
 
 from mk.errors import MkError
 from tests.server_rig import TOKENIZER, WEATHER, Served, action, chat, complete, events, refused, serving, thought
+from tests.serving_faults import fault
 
 CALL = "hm<|END_THINKING|>" + action(("weather", {"city": "Oslo"}))
 FINISHES = {None, "stop", "length", "tool_calls", "content_filter"}
@@ -25,6 +26,7 @@ def stream(served: Served, question: str, **body: object) -> list[dict]:
     return events(served.post("/v1/chat/completions", {"messages": messages, "stream": True, **body}))
 
 
+@fault(9)
 def test_a_call_cut_by_max_tokens_ends_with_length(served: Served) -> None:
     whole = len(TOKENIZER.encode(CALL))
     for tokens in (8, whole - 12, whole - 4):
@@ -33,6 +35,7 @@ def test_a_call_cut_by_max_tokens_ends_with_length(served: Served) -> None:
         assert said.content.lstrip("[\n") in CALL and said.content  # what there is of it is not lost
 
 
+@fault(10)
 def test_never_tool_calls_without_a_call(served: Served) -> None:
     prose = served.says(thought("no tools needed", "It is sunny."))
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
@@ -46,10 +49,12 @@ def test_never_tool_calls_without_a_call(served: Served) -> None:
     assert auto.finish == "stop" and auto.content == "It is sunny."
 
 
+@fault(11)
 def test_a_call_ends_with_tool_calls(served: Served) -> None:
     assert chat(served, served.says(CALL), tools=[WEATHER]).said.finish == "tool_calls"
 
 
+@fault(12)
 def test_usage_comes_only_where_asked_for(served: Served) -> None:
     question = served.says(thought("a", "b"))
     for chunk in stream(served, question):
@@ -60,6 +65,7 @@ def test_usage_comes_only_where_asked_for(served: Served) -> None:
     assert all(chunk["choices"] and chunk.get("usage") is None for chunk in others)
 
 
+@fault(13)
 def test_usage_counts_tokens_of_all_choices(served: Served) -> None:
     say = thought("think of it", "here are several tokens")
     answer = chat(served, served.says(say), n=3)  # `chat` compares the two ways
@@ -72,13 +78,19 @@ def test_usage_counts_tokens_of_all_choices(served: Served) -> None:
     assert stopped.usage["completion_tokens"] < 2 + len(TOKENIZER.encode("one two three four"))
 
 
-def test_a_long_prompt_streams_to_its_end(served: Served) -> None:
-    question = served.says("on and on and on " * 5)
-    chunks = stream(served, "word " * 400 + question, max_tokens=10, stream_options={"include_usage": True})
-    finishes = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
-    assert finishes == ["length"] and chunks[-1]["usage"]["completion_tokens"] == 10  # `events` looks for [DONE]
+@fault(14)
+@pytest.mark.parametrize("deliver", [1, 4])
+def test_a_prompt_of_8000_words_streams_to_its_end(deliver: int) -> None:
+    with serving(deliver=deliver, pages=300, context=16384) as served:
+        question = served.says("on and on and on " * 5)
+        answer = chat(served, "word " * 8000 + question, max_tokens=10)  # which looks for one finish and [DONE]
+        assert answer.usage["prompt_tokens"] > 8000 and answer.usage["completion_tokens"] == 10
+        assert answer.said.finish == "length"
+        served.assert_idle()
 
 
+@fault(15)
+@fault(16)
 def test_every_chunk_is_a_chunk_and_its_finish_reason_one_of_four(served: Served) -> None:
     for question in (served.says(CALL), served.says(thought("a", "b"))):
         chunks = stream(served, question, tools=[WEATHER], n=2)
@@ -90,6 +102,7 @@ def test_every_chunk_is_a_chunk_and_its_finish_reason_one_of_four(served: Served
     assert whole["object"] == "text_completion" and whole["choices"][0]["finish_reason"] == "stop"
 
 
+@fault(38)
 @pytest.mark.parametrize("error", ["the card caught fire", None], ids=["given up", "not finite"])
 def test_an_error_amid_a_stream_is_told_and_the_next_request_served(served: Served, error: str | None) -> None:
     calls = 0
@@ -114,6 +127,7 @@ def test_an_error_amid_a_stream_is_told_and_the_next_request_served(served: Serv
     assert chat(served, served.says(thought("", "alive"))).said.content == "alive"
 
 
+@fault(39)
 def test_n_choices_or_an_error(served: Served) -> None:
     answer = chat(served, served.says(thought("", "same")), n=5)
     assert [choice.content for choice in answer.choices] == ["same"] * 5

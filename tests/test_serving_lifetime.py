@@ -20,14 +20,15 @@ import pytest
 
 from mk.server import launch
 from tests.server_rig import CONTEXT, TOKENIZER, Script, Served, chat, events, refused, serving, thought
+from tests.serving_faults import fault
 
 CHAT = "/v1/chat/completions"
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving() as running:
+@pytest.fixture(scope="module", params=[1, 5], ids=["token by token", "five at a time"])
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    with serving(deliver=request.param) as running:
         yield running
         running.assert_idle()
 
@@ -41,6 +42,7 @@ def endless(served: Served) -> dict[str, object]:
     return {"messages": [{"role": "user", "content": served.runs(slowly)}], "max_tokens": CONTEXT - 200}
 
 
+@fault(36)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_client_that_goes_frees_its_slot(served: Served, stream: bool) -> None:
     body = {**endless(served), "stream": stream}
@@ -58,6 +60,7 @@ def test_a_client_that_goes_frees_its_slot(served: Served, stream: bool) -> None
     assert served.gauge("mk_generated_tokens_total") == tokens < 200
 
 
+@fault(36)
 def test_a_client_that_goes_while_it_waits_leaves_the_queue(served: Served) -> None:
     async def crowd() -> None:
         async with httpx.AsyncClient(timeout=30) as client:
@@ -73,6 +76,7 @@ def test_a_client_that_goes_while_it_waits_leaves_the_queue(served: Served) -> N
     served.assert_idle()
 
 
+@fault(37)
 def test_nothing_stays_behind_after_many_requests_and_errors(served: Served) -> None:
     question = served.says(thought("a", "b"))
 
@@ -88,6 +92,7 @@ def test_nothing_stays_behind_after_many_requests_and_errors(served: Served) -> 
     served.assert_idle()
 
 
+@fault(40)
 def test_an_answer_is_the_same_alone_and_among_others(served: Served) -> None:
     def mixing(history: Sequence[int]) -> Mapping[int, float]:
         value = sum((i + 1) * token for i, token in enumerate(history))
@@ -112,6 +117,7 @@ def test_an_answer_is_the_same_alone_and_among_others(served: Served) -> None:
     assert len({str(choices) for choices in alone}) == 16
 
 
+@fault(41)
 def test_the_key_guards_every_route_but_health() -> None:
     with serving(api_key="secret") as locked:
         for method, path in (
@@ -134,6 +140,7 @@ def with_empty_key(served: Served) -> int:
     return connection.getresponse().status
 
 
+@fault(41)
 def test_an_empty_key_passes_where_none_is_set(served: Served) -> None:
     assert with_empty_key(served) == 200
     with serving(api_key="secret") as locked:

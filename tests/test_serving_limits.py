@@ -10,14 +10,15 @@ import httpx
 import pytest
 
 from tests.server_rig import CONTEXT, TOKENIZER, Served, chat, complete, refused, serving, thought
+from tests.serving_faults import fault
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Served]:
-    with serving() as served:
+@pytest.fixture(scope="module", params=[1, 5], ids=["token by token", "five at a time"])
+def running(request: pytest.FixtureRequest) -> Iterator[Served]:
+    with serving(deliver=request.param) as served:
         yield served
         served.assert_idle()
 
@@ -33,6 +34,7 @@ def prompt_tokens(served: Served, messages: list[dict[str, Any]]) -> int:
     return count
 
 
+@fault(25)
 def test_max_tokens_is_a_cap_not_a_demand(served: Served) -> None:
     question = served.says("on and on " * 2000)
     used = prompt_tokens(served, [{"role": "user", "content": question}])
@@ -41,6 +43,7 @@ def test_max_tokens_is_a_cap_not_a_demand(served: Served) -> None:
         assert answer.said.finish == "length" and answer.usage["completion_tokens"] == CONTEXT - used
 
 
+@fault(25)
 def test_a_prompt_that_leaves_no_room_is_refused(served: Served) -> None:
     filler = "word " * CONTEXT
     for body in ({"messages": [{"role": "user", "content": filler}]}, {"prompt": filler}, {"prompt": [5] * CONTEXT}):
@@ -51,12 +54,14 @@ def test_a_prompt_that_leaves_no_room_is_refused(served: Served) -> None:
     assert complete(served, [5] * (CONTEXT - 1), max_tokens=50)["usage"]["completion_tokens"] == 1
 
 
+@fault(26)
 def test_without_max_tokens_a_chat_goes_on_to_the_end_of_the_context(served: Served) -> None:
     question = served.says("on and on " * 2000)
     answer = chat(served, question)
     assert answer.usage["total_tokens"] == CONTEXT and answer.said.finish == "length"
 
 
+@fault(27)
 def test_an_empty_prompt_is_the_bos_token_alone(served: Served) -> None:
     assert complete(served, "", max_tokens=2)["usage"]["prompt_tokens"] == 1
     for prompt in ([], [[]], [""] * 0):
@@ -64,6 +69,7 @@ def test_an_empty_prompt_is_the_bos_token_alone(served: Served) -> None:
     refused(served.post(CHAT, {"messages": []}), 400, param="messages")
 
 
+@fault(28)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -86,6 +92,7 @@ def test_token_ids_outside_the_vocabulary_never_reach_the_engine(served: Served,
         refused(served.post(CHAT, {"messages": HI, field: value}), 400, "invalid_value", field)
 
 
+@fault(29)
 def test_seeds_of_64_bits_signed_or_not(served: Served) -> None:
     def draw(seed: Any) -> str:
         return str(
@@ -99,11 +106,14 @@ def test_seeds_of_64_bits_signed_or_not(served: Served) -> None:
         refused(served.post(TEXT, {"prompt": "a", "seed": seed}), 400, "invalid_value", "seed")
 
 
+@fault(30)
 @pytest.mark.parametrize("path", [CHAT, TEXT, "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("body", [b"[]", b"null", b"{bad", b"", b"3", b'"text"', b"\xff\xfe", b"[" * 100_000])
 def test_bodies_that_are_no_object(served: Served, path: str, body: bytes) -> None:
     response = httpx.post(served.url + path, content=body, headers={"Content-Type": "application/json"}, timeout=30)
     refused(response, 400)
+    if path == CHAT:
+        refused(served.post(path, {"messages": HI, "tools": 3}), 400, "invalid_value", "tools")
 
 
 def test_text_that_is_no_unicode(served: Served) -> None:
@@ -124,6 +134,7 @@ def test_text_that_is_no_unicode(served: Served) -> None:
     assert stop.status_code == 200
 
 
+@fault(31)
 def test_the_developer_is_the_system(served: Served) -> None:
     counts = {prompt_tokens(served, [{"role": role, "content": "be brief"}, *HI]) for role in ("developer", "system")}
     assert len(counts) == 1
@@ -133,6 +144,7 @@ def test_the_developer_is_the_system(served: Served) -> None:
     refused(served.post(CHAT, {"messages": [{"role": "chef", "content": "x"}]}), 400, "invalid_value", "messages")
 
 
+@fault(32)
 def test_fields_that_agents_send_are_accepted_or_ignored(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     question = served.says(thought("", "yes"))
     extras = {
@@ -151,6 +163,7 @@ def test_fields_that_agents_send_are_accepted_or_ignored(served: Served, caplog:
     assert "something_new" in caplog.text and "metadata" not in caplog.text
 
 
+@fault(32)
 def test_what_is_not_done_here_is_refused_and_not_passed_over(served: Served) -> None:
     for field, value in (("functions", [{}]), ("guided_json", {}), ("use_beam_search", True), ("best_of", 3)):
         refused(served.post(CHAT, {"messages": HI, field: value}), 400, "unsupported_parameter", field)

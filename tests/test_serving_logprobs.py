@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.server_rig import TOKENIZER, Served, chat, complete, refused, serving, thought
+from tests.serving_faults import fault
 
 
 def known(history: Sequence[int]) -> Mapping[int, float]:
@@ -32,6 +33,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
         running.assert_idle()
 
 
+@fault(33)
 def test_loglikelihood_as_lm_eval_asks_for_it(served: Served) -> None:
     prompts = [TOKENIZER.encode(text, bos=True) for text in ("KNOWN first", "KNOWN second and longer", "KNOWN")]
     whole = complete(served, prompts, max_tokens=1, echo=True, logprobs=1, temperature=0)
@@ -48,6 +50,7 @@ def test_loglikelihood_as_lm_eval_asks_for_it(served: Served) -> None:
     assert whole["usage"]["completion_tokens"] == 3
 
 
+@fault(34)
 def test_the_echos_tokens_add_up_to_its_text(served: Served) -> None:
     for prompt in ("KNOWN é — ďé", [*TOKENIZER.encode("KNOWN ab", bos=True), 16 + 0xC4]):
         choice = complete(served, prompt, max_tokens=5, echo=True, logprobs=0)["choices"][0]
@@ -68,6 +71,7 @@ def test_echo_without_logprobs_and_without_new_tokens(served: Served) -> None:
     refused(served.post("/v1/completions", {"prompt": "a", "max_tokens": 0}), 400, "invalid_value", "max_tokens")
 
 
+@fault(35)
 def test_chat_logprobs_have_the_chat_shape(served: Served) -> None:
     question = served.says(thought("think", "héllo"))
     for top in (None, 0, 3):

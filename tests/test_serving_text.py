@@ -8,6 +8,7 @@ import pytest
 
 from mk.engine.scripted import Reply
 from tests.server_rig import TOKENIZER, WEATHER, Served, action, chat, complete, serving, thought
+from tests.serving_faults import fault
 
 END = TOKENIZER.marker("end_thinking")
 TEXT = TOKENIZER.marker("start_text")
@@ -25,12 +26,14 @@ def byte(value: int) -> int:
     return next(token for token in range(16, TOKENIZER.vocab) if TOKENIZER.token_bytes(token) == bytes([value]))
 
 
+@fault(1)
 def test_stop_strings_sleep_while_the_model_thinks(served: Served) -> None:
     question = served.says(thought("Question: what is asked?", "The answer. Question: another"))
     said = chat(served, question, stop=["Question:"]).said
     assert (said.reasoning, said.content, said.finish) == ("Question: what is asked?", "The answer. ", "stop")
 
 
+@fault(2)
 def test_a_stop_string_in_reasoning_leaks_nothing(served: Served) -> None:
     question = served.says(thought("9.11 or 9.8? compare", "The greater is 9.8, surely"))
     answer = chat(served, question, stop="9.8")
@@ -39,6 +42,7 @@ def test_a_stop_string_in_reasoning_leaks_nothing(served: Served) -> None:
     assert only_thinking.finish == "length" and only_thinking.content == ""
 
 
+@fault(3)
 def test_no_piece_of_a_stop_string_is_sent_before_it_is_whole(served: Served) -> None:
     question = served.says(thought("", "ABCDEFGHIJKL"))
     answer = chat(served, question, stop=["DEFGHIJ"])
@@ -49,28 +53,33 @@ def test_no_piece_of_a_stop_string_is_sent_before_it_is_whole(served: Served) ->
     assert cut.content == "ABCDEF"  # the answer ends in what might have become one
 
 
+@fault(4)
 def test_text_before_a_stop_string_inside_one_token_is_sent(served: Served) -> None:
     (token,) = TOKENIZER.encode("():")
     question = served.says([END, TEXT, *TOKENIZER.encode("why"), token, *TOKENIZER.encode("more")])
     assert chat(served, question, stop=["):"]).said.content == "why("
 
 
+@fault(5)
 def test_a_stop_string_of_several_tokens(served: Served) -> None:
     question = served.says(thought("", "L M N O P Q R S"))
     assert chat(served, question, stop=["O P Q"]).said.content == "L M N "
 
 
+@fault(5)
 @pytest.mark.parametrize("stop", ["", [], None, [""]])
 def test_stops_that_stop_nothing(served: Served, stop: object) -> None:
     assert chat(served, served.says(thought("", "a b c")), stop=stop).said.content == "a b c"
 
 
+@fault(5)
 def test_many_stop_strings_and_the_first_in_the_text_counts(served: Served) -> None:
     question = served.says(thought("", "one two three four"))
     assert chat(served, question, stop=["x", "four", "three", "ee", "tw"]).said.content == "one "
     assert chat(served, question, stop="END_TEXT").said.content == "one two three four"  # part of a marker
 
 
+@fault(6)
 def test_no_half_character_is_sent(served: Served) -> None:
     question = served.says([END, TEXT, byte(0xC4), byte(0x8F), byte(0xC4), byte(0x8F)])
     answer = chat(served, question)
@@ -78,6 +87,7 @@ def test_no_half_character_is_sent(served: Served) -> None:
     assert not any("\ufffd" in str(chunk) for chunk in answer.chunks)
 
 
+@fault(7)
 def test_a_half_character_at_the_end_is_the_same_both_ways(served: Served) -> None:
     for tail in ([], [TOKENIZER.marker("end_text")]):
         question = served.says([END, TEXT, *TOKENIZER.encode("ab"), byte(0xC4), *tail])
@@ -89,11 +99,13 @@ def test_a_half_character_at_the_end_is_the_same_both_ways(served: Served) -> No
     assert (said.reasoning, said.content) == ("ab\ufffd", "\ufffd")  # no character across a marker
 
 
+@fault(8)
 def test_bytes_that_are_no_character_break_nothing(served: Served) -> None:
     question = served.says([END, TEXT, *TOKENIZER.encode("a"), byte(0xFF), byte(0xFE), *TOKENIZER.encode("b")])
     assert chat(served, question).said.content == "a\ufffd\ufffdb"
 
 
+@fault(21)
 @pytest.mark.parametrize("tools", [None, [WEATHER]], ids=["without tools", "with tools"])
 def test_markers_never_leak(served: Served, tools: object) -> None:
     said = "thought<|START_THINKING|> more<|END_THINKING|><|END_THINKING|><|START_TEXT|>text<|END_TEXT|>"
@@ -103,6 +115,7 @@ def test_markers_never_leak(served: Served, tools: object) -> None:
     assert "<|" not in str(answer.whole) + str(answer.chunks)
 
 
+@fault(24)
 def test_a_marker_spelled_in_ordinary_tokens_is_text(served: Served) -> None:
     spelled = TOKENIZER.encode("<|END_") + TOKENIZER.encode("THINKING|>")
     assert END not in spelled
@@ -111,6 +124,7 @@ def test_a_marker_spelled_in_ordinary_tokens_is_text(served: Served) -> None:
     assert (said.reasoning, said.content) == ("<|END_THINKING|> on", "<|END_THINKING|>")
 
 
+@fault(22)
 def test_the_end_of_thinking_and_a_call_in_one_step(served: Served) -> None:
     question = served.says("Write.<|END_THINKING|>" + action(("weather", {"city": "Oslo"})))
     said = chat(served, question, tools=[WEATHER]).said

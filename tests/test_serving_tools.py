@@ -18,6 +18,7 @@ from mk.server.parser import Section
 from mk.server.prompts import render_chat
 from mk.server.protocol import Message
 from tests.server_rig import TOKENIZER, WEATHER, Served, action, chat, refused, serving, thought
+from tests.serving_faults import fault
 
 NONSENSE = {"type": "function", "function": {"name": "a", "parameters": {"type": "nonsense"}}}
 OSLO, ROME = ("weather", {"city": "Oslo"}), ("weather", {"city": "Rome"})
@@ -38,6 +39,7 @@ def call(call_id: str, arguments: str = '{"city": "Oslo"}') -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": "weather", "arguments": arguments}}
 
 
+@fault(17)
 def test_parallel_calls_are_numbered_by_their_order(served: Served) -> None:
     said = chat(served, served.says("both<|END_THINKING|>" + action(ROME, OSLO)), tools=[WEATHER]).said
     # `merge` checks the indexes of the stream
@@ -51,6 +53,7 @@ def test_parallel_tool_calls_false_ends_with_the_first(served: Served) -> None:
     assert len(said.calls) == 1 and said.finish == "tool_calls"
 
 
+@fault(18)
 def test_ids_are_unique_over_turns_and_small_in_the_prompt(served: Served) -> None:
     question = served.says("one<|END_THINKING|>" + action(OSLO, ROME))
     ids = [c["id"] for _ in range(3) for c in chat(served, question, tools=[WEATHER]).said.calls]
@@ -72,6 +75,7 @@ def test_ids_are_unique_over_turns_and_small_in_the_prompt(served: Served) -> No
     assert [line.split('"')[3] for line in written if "tool_name" in line] == ["0", "1", "2"]
 
 
+@fault(19)
 def test_an_assistant_turn_with_calls_alone_is_kept_however_its_content_is_left_out() -> None:
     def turns(**content: Any) -> str:
         return render(
@@ -85,6 +89,7 @@ def test_an_assistant_turn_with_calls_alone_is_kept_however_its_content_is_left_
     assert '"tool_name": "weather"' in (prompt := prompts.pop()) and '{"content": ""}' in prompt
 
 
+@fault(20)
 @pytest.mark.parametrize("role", ["system", "developer", "user", "tool", "assistant"])
 def test_parts_are_the_joined_string(role: str) -> None:
     parts = [{"type": "text", "text": "18 "}, {"type": "text", "text": "degrees"}]
@@ -263,6 +268,7 @@ SAMPLE = TOKENIZER.encode(
 )
 
 
+@fault(23)
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, len(SAMPLE)), max_size=12), st.sampled_from([(), ("STOP!",), ("ßto",), ("fter",)]))
 def test_any_split_of_the_tokens_gives_the_same(cuts: list[int], stops: tuple[str, ...]) -> None:
@@ -271,6 +277,7 @@ def test_any_split_of_the_tokens_gives_the_same(cuts: list[int], stops: tuple[st
     assert parse(split, stops) == parse([SAMPLE], stops) == parse([[token] for token in SAMPLE], stops)
 
 
+@fault(23)
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, TOKENIZER.vocab - 1), max_size=40))
 def test_any_tokens_are_parsed_and_no_marker_leaks(tokens: list[int]) -> None:
