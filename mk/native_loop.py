@@ -6,6 +6,7 @@ It never needs Python, and Python waits for it without the GIL. Page tables go u
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ from mk.kv import PageTable
 from mk.runtime import Runtime
 from mk.schedule.lower import Program
 from mk.step_params import HOST_STEPS, MAX_ROWS
+
+log = logging.getLogger("mk.engine")
 
 QUEUE = 256  # steps that the reader may be behind
 GRACE_S = 5.0  # beyond the loop's own limit, after which its thread counts as dead
@@ -67,6 +70,7 @@ class NativeLoop:
         self.parked = Parked.ASKED
         self._runtime, self._tables, self._choose = runtime, tables, choose
         self._limit_ns = 2 * runtime.params.time_limit_ns  # a step gives itself up after half of that
+        self._patience_ns = self._limit_ns + int(GRACE_S * 1e9)
         self._records = np.zeros(QUEUE, RECORD)
         self._library = library = runtime.library
         library.mk_loop_start.restype = ctypes.c_void_p
@@ -82,7 +86,7 @@ class NativeLoop:
             )
         )
         self._use = threading.Lock()
-        self._stop = weakref.finalize(self, _stop, library, self._loop, self._use, runtime.ring)
+        self._stop = weakref.finalize(self, _stop, library, self._loop, self._use, runtime.ring, self._patience_ns)
 
     @contextmanager
     def _alive(self) -> Iterator[ctypes.c_void_p]:
@@ -137,7 +141,7 @@ class NativeLoop:
         """Raises `StepAborted` naming the missing signal for a step that the kernel gave up, `CardLost`, MkError."""
         if self.parked is not Parked.RUNNING:
             return []
-        patience = ctypes.c_int64(self._limit_ns + int(GRACE_S * 1e9))
+        patience = ctypes.c_int64(self._patience_ns)
         address = ctypes.c_void_p(self._records.ctypes.data)
         state = LoopState()
         with self._alive() as loop:
@@ -177,8 +181,13 @@ class NativeLoop:
             raise CardLost(f"the card does not answer: {error or seconds}")
 
 
-def _stop(library: ctypes.CDLL, loop: ctypes.c_void_p, use: threading.Lock, ring: HostRing) -> None:
+_lost: list[HostRing] = []  # of loops whose threads never came back: the card may write to them yet
+
+
+def _stop(library: ctypes.CDLL, loop: ctypes.c_void_p, use: threading.Lock, ring: HostRing, patience_ns: int) -> None:
     """Park, so that who reads gets an answer; then delete. ring: what a run that nobody read to its end writes to."""
     library.mk_loop_park(loop)
     with use:
-        library.mk_loop_stop(loop)
+        if library.mk_loop_stop(loop, ctypes.c_int64(patience_ns)) == 0:
+            _lost.append(ring)
+            log.error("the decode thread gives no sign of life: it is left behind in a call to the card")

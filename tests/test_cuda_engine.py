@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 import mk.engines
+from mk import native_loop
 from mk.compose import load_config
 from mk.cuda_engine import CudaEngine
 from mk.decode_loop import CardLost, LoopStep, Parked, Run
@@ -172,6 +175,27 @@ def test_a_kernel_that_never_ends_is_an_error_in_time(fake_device: FakeLibrary) 
     made.loop.resume(run_of(made, 9, 6, GREEDY))
     with pytest.raises(CardLost, match=r"no token and no end of a step in 0\.1 s"):
         made.loop.read()
+
+
+def test_a_stop_does_not_wait_for_a_call_that_never_returns(
+    fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native_loop, "GRACE_S", 0.2)
+    library = fake_build(GEOMETRY, PLAN.splits)
+    made = CudaEngine(weights(), library, PLAN, rows=2, context=400, chunk=64, device="cpu", time_limit_s=0.05)
+    fake_device.runtime = made.runtime
+    made.prefill(1, PROMPT[:5])
+    made.pages.advance([0, 6])
+    hung = threading.Event()
+    fake_device.fault = lambda rt, step: hung.wait(60)
+    made.loop.resume(run_of(made, 9, 6, GREEDY))
+    begun = time.monotonic()
+    made.loop.stop()
+    assert time.monotonic() - begun < 30 and not hung.is_set()
+    assert "no sign of life" in caplog.text and made.loop.parked is Parked.LOST
+    with pytest.raises(CardLost):
+        made.loop.resume(run_of(made, 9, 6, GREEDY))
+    hung.set()
 
 
 def test_pages_that_were_not_had_are_not_granted(engine: CudaEngine) -> None:

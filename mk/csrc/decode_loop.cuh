@@ -77,14 +77,18 @@ class DecodeLoop {
       : card_(std::move(card)), ring_(ring), slots_(slots), ahead_(std::min({ahead, slots, capacity})), limit_(limit),
         records_(capacity), thread_([this] { serve(); }) {}
 
-  // Parks, and ends the thread.
   ~DecodeLoop() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stopping_ = asked_ = true;
-    }
-    wake_.notify_all();
+    end(std::chrono::hours(24));
     thread_.join();
+  }
+
+  // Parks, and ends the thread. False where it has not ended in `patience`, since a call to the card does not return:
+  // then this object and all that the card may write to have to stay.
+  bool end(std::chrono::nanoseconds patience) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    stopping_ = asked_ = true;
+    wake_.notify_all();
+    return readable_.wait_for(lock, patience, [this] { return ended_; });
   }
 
   // False while another run is not parked.
@@ -144,7 +148,11 @@ class DecodeLoop {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       wake_.wait(lock, [this] { return stopping_ || parked_ == RUNNING; });
-      if (parked_ != RUNNING) return;
+      if (parked_ != RUNNING) {
+        ended_ = true;
+        readable_.notify_all();
+        return;
+      }
       lock.unlock();
       const Parked why = decode();
       lock.lock();
@@ -289,7 +297,7 @@ class DecodeLoop {
   std::atomic<bool> reader_waits_{false}, loop_waits_{false}, asked_{false};
   std::atomic<int> held_[LOOP_ROWS]{};
   std::atomic<int> parked_{ASKED};
-  bool stopping_ = false;
+  bool stopping_ = false, ended_ = false;
   std::mutex mutex_;
   std::condition_variable wake_, readable_;
   std::thread thread_;  // last: it uses all of the above

@@ -11,5 +11,10 @@ int mk_loop_read(DecodeLoop* loop, StepRecord* out, int room, int64_t patience_n
   return loop->read(out, room, std::chrono::nanoseconds(patience_ns));
 }
 void mk_loop_state(DecodeLoop* loop, LoopState* state) { *state = loop->state(); }
-void mk_loop_stop(DecodeLoop* loop) { delete loop; }
+// 0: its thread is in a call to the card that does not return, so the loop is left as it is.
+int mk_loop_stop(DecodeLoop* loop, int64_t patience_ns) {
+  if (!loop->end(std::chrono::nanoseconds(patience_ns))) return 0;
+  delete loop;
+  return 1;
+}
 }
