@@ -19,11 +19,13 @@ def interruption(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
 
 def between_tokens(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
     """gap_ms: between tokens of running requests while a prompt enters; first_ms: until its own first token; last_ms:
-    until the last one of each of them, which the oldest rows lack."""
-    gaps = raw["gap_ms"]
+    until the last one of each of them."""
+    gaps, first = raw["gap_ms"], float(raw["first_ms"])
     p50, p99 = (float(np.percentile(gaps, p)) for p in (50, 99))
-    first = float(raw["first_ms"])
-    found: dict[str, Any] = {"itl_p50_ms": p50, "itl_p99_ms": p99, "itl_most_ms": float(max(gaps)), "ttft_ms": first}
-    if "last_ms" in raw:
-        found["checks"] = {"ran_throughout": all(last > first for last in raw["last_ms"])}
-    return found
+    return {
+        "itl_p50_ms": p50,
+        "itl_p99_ms": p99,
+        "itl_most_ms": float(max(gaps)),
+        "ttft_ms": first,
+        "checks": {"ran_throughout": all(last > first for last in raw["last_ms"])},
+    }
