@@ -25,7 +25,7 @@ enum TraceWord : int {
   TRACE_WORDS,
 };
 
-enum Spent : int { SPENT_RING_FULL, SPENT_WINDOW, SPENT_RING_EMPTY, SPENT_TILE_FULL, SPENT_OTHER, SPENT_KINDS };
+enum Spent : int { SPENT_RING_FULL, SPENT_WINDOW, SPENT_RING_EMPTY, SPENT_TILE_FULL, SPENT_KINDS };
 
 #ifdef MK_TRACE
 struct Tallies {
@@ -33,10 +33,11 @@ struct Tallies {
 };
 
 DEVICE uint32_t trace_clock() { return static_cast<uint32_t>(sm_cycles()); }
-// Adds a wait. One thread of a role counts: consumer warp 0's and the producer's first.
+// Adds a wait, without waiting for the sum. One thread of a role counts: consumer warp 0's and the producer's first.
 DEVICE void trace_wait(Tallies& t, Spent kind, uint32_t since) {
   constexpr int PRODUCER_THREAD = 9 * 32;
-  if (threadIdx.x == 0 || threadIdx.x == PRODUCER_THREAD) t.cycles[kind] += trace_clock() - since;
+  if (kind != SPENT_KINDS && (threadIdx.x == 0 || threadIdx.x == PRODUCER_THREAD))
+    atomicAdd(&t.cycles[kind], trace_clock() - since);
 }
 
 DEVICE void trace_word(const StepParams& p, int entry, TraceWord word, uint32_t value) {
