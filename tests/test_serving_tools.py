@@ -302,3 +302,21 @@ def test_well_formed_answers_are_read_as_coheres_parser_reads_them(text: str) ->
     assert [(c.name, json.loads(c.arguments)) for c in calls] == [
         (c.name, json.loads(c.arguments)) for c in theirs.tool_calls
     ]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "lost"),
+    [
+        (["<|END_", "THINKING|>", " on", "<|END_THINKING|>"], "<|END_THINKING|> on"),
+        (["<|END_THINKING|>", "<|START_ACTION|>", "no call at all", "<|END_ACTION|>"], "no call at all"),
+    ],
+    ids=["a spelled marker", "an action that is none"],
+)
+def test_coheres_parser_loses_what_ours_keeps(pieces: list[str], lost: str) -> None:
+    """Why it is not the server's: it is given the pieces, not the ids."""
+    theirs = PyFilter.cmd4()
+    parts = [theirs.write_decoded(piece) for piece in ("<|START_THINKING|>", *pieces)] + [theirs.flush_partials()]
+    said = "".join(f"{part.reasoning or ''}{part.content or ''}" for part in parts if part is not None)
+    assert lost not in said
+    reasoning, content, calls, *_ = parse([[token for piece in pieces for token in TOKENIZER.encode(piece)]])
+    assert lost in reasoning + content and not calls

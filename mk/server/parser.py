@@ -1,7 +1,8 @@
 """From token ids to reasoning, content and tool calls.
 
 Sections are told apart by the ids of the marker tokens, so a marker that is spelled out in ordinary tokens is text like
-any other, and no marker, known or not, ever reaches a client.
+any other, and no marker, known or not, ever reaches a client. Cohere's own parser (cohere-melody, with which tests
+compare this one) reads decoded text: it takes a spelled marker for one, and drops what of an action is no JSON.
 """
 
 from __future__ import annotations
