@@ -98,14 +98,13 @@ def _transformers_model(model: Model) -> Any:
     else:
         config._attn_implementation = "eager"
         theirs = Cohere2MoeForCausalLM(config).float()
-        theirs.load_state_dict(_transformers_state(model))
+        theirs.load_state_dict(transformers_state(model.geometry, model.source.tensor))
     theirs.generation_config = type(theirs.generation_config)()  # the folder's may sample
     return theirs.eval()
 
 
-def _transformers_state(model: Model) -> dict[str, torch.Tensor]:
-    """The source's tensors under the names of transformers' modules."""
-    geometry, get = model.geometry, model.source.tensor
+def transformers_state(geometry: Geometry, get: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A source's tensors in float32, under the names of transformers' modules."""
     state = {name: get(name).float() for name in (tensors.EMBED, tensors.FINAL_NORM)}
     state["lm_head.weight"] = state[tensors.EMBED]  # tied
     for layer in range(geometry.layers):
