@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,7 @@ class GreedyOracle:
         fits = self._nbytes <= _LARGEST and 2 * self._nbytes < free_memory(torch.device("cpu"))
         self.name = TRANSFORMERS if fits else REFERENCE
         self._theirs = _transformers_model(model) if fits else None
+        self._rounding: Any = None  # the same in bfloat16, made when it is asked for
 
     @torch.no_grad()
     def decode(self, prompt: Sequence[int], new_tokens: int, eos: Sequence[int]) -> list[int]:
@@ -70,6 +72,21 @@ class GreedyOracle:
             if got != wanted:
                 return Divergence(row, index, got, wanted, self._margin([*prompt, *expected[:index]]))
         return None
+
+    @torch.no_grad()
+    def noise(self, prompt: Sequence[int], tokens: Sequence[int]) -> float:
+        """What bfloat16 does at most to the margin between the two largest logits, before any of `tokens`.
+
+        By transformers' own model in bfloat16 and float32; there has to be one.
+        """
+        assert self._theirs is not None
+        if self._rounding is None:
+            self._rounding = copy.deepcopy(self._theirs).to(torch.bfloat16)
+        ids = torch.tensor([[*prompt, *tokens[:-1]]])
+        exact, rounded = (each(ids).logits[0, len(prompt) - 1 :].float() for each in (self._theirs, self._rounding))
+        first, second = exact.topk(2).indices.unsqueeze(-1).unbind(1)
+        margins = [(logits.gather(1, first) - logits.gather(1, second)) for logits in (exact, rounded)]
+        return float((margins[0] - margins[1]).abs().max())
 
     @torch.no_grad()
     def _margin(self, context: list[int]) -> float:
