@@ -37,7 +37,8 @@ def sample_prompts(tokenizer: Tokenizer, contexts: Sequence[int], path: Path = S
         first = row * len(lines) // len(contexts)
         text = "".join(lines[first:] + lines[:first])
         tokens = tokenizer.encode(text, bos=True)
-        while len(tokens) < context:
-            tokens += tokenizer.encode(text)
+        if len(tokens) < context:
+            again = tokenizer.encode(text)
+            tokens += again * -(-(context - len(tokens)) // len(again))
         prompts.append(tokens[:context])
     return prompts

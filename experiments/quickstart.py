@@ -16,7 +16,7 @@ from experiments.prompts import sample_prompts, text_prompts
 from experiments.quickstart_report import Decoded, Report, indent
 from mk.config import Config
 from mk.decode import Decoder, Request
-from mk.engines import make_engine, require_engine
+from mk.engines import make_engine, require_engine, require_positions
 from mk.model.opening import Model, open_model
 from mk.model.packing import WeightLayout
 from mk.routing import make_router
@@ -51,6 +51,8 @@ def main(cfg: Config) -> int:
 
 def _batches(cfg: Config, model: Model) -> dict[str, Prompts]:
     """The prompts of every batch, by the suffix of its files. A recorded trace fits the rows of the first one alone."""
+    for contexts in (cfg.batch.contexts, cfg.experiment.ragged):
+        require_positions(model.geometry, max(contexts or [0]))  # before so many tokens are made
     batches = {"": _first_batch(cfg, model)}
     if cfg.batch.size == 1 and cfg.experiment.ragged and cfg.routing.name != "replay":
         batches[RAGGED] = sample_prompts(model.tokenizer, cfg.experiment.ragged)

@@ -372,9 +372,14 @@ def make_paged_engine(
 
 def _check(config: Config, model: Model, rows: int, context: int) -> None:
     require_engine(config, rows)
-    if context > model.geometry.max_positions:
+    require_positions(model.geometry, context)
+
+
+def require_positions(geometry: Geometry, context: int) -> None:
+    """Raises MkError for a context, in tokens, that the model has no positions for."""
+    if context > geometry.max_positions:
         raise MkError(
-            f"a context of {context} tokens exceeds the model's max_positions={model.geometry.max_positions}",
+            f"a context of {context} tokens exceeds the model's max_positions={geometry.max_positions}",
             hint="shorten the prompt, or decode fewer tokens",
         )
 

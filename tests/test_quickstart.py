@@ -260,6 +260,7 @@ def test_one_token_is_prefill_alone(folder: Path, tmp_path: Path, capsys: pytest
         (["engine.attention.max_splits=0"], "engine.attention.max_splits=0 must"),
         (["wave_order=custom", "wave_order.waves=[qkv,router]"], "wave_order.waves leaves out topk"),
         (["batch.contexts=[1020]"], "a context of 1025 tokens exceeds the model's max_positions=1024"),
+        (["batch.contexts=[1000000000]"], "a context of 1000000000 tokens exceeds the model's max_positions=1024"),
         (["schedule=work_stealing", "schedule.moe_claimers=9", "placement=round_robin"], "moe_claimers=9 must"),
         (["routing=replay", "routing.path=/does/not/exist"], "no such file"),
         (["engine=reference", "engine.numerics=kernel"], "computes in float32"),
