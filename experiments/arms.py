@@ -13,7 +13,8 @@ from mk.step_figures import Ratio
 # what decode_throughput reads of a configuration
 READ = ("model", "weights", "gpu", "schedule", "wave_order", "placement", "routing", "sampling",
         "engine.name", "engine.ring", "engine.handoff", "engine.attention",
-        "experiment.context", "experiment.steps", "experiment.warmup", "experiment.check_tokens")  # fmt: skip
+        "experiment.context", "experiment.steps", "experiment.warmup", "experiment.check_tokens",
+        "experiment.launches")  # fmt: skip
 
 
 def require_read(override: str) -> None:
@@ -63,10 +64,10 @@ def require_apart(executed: Mapping[str, str], batch: int) -> None:
         seen[what] = label
 
 
-def table(found: dict[str, list[Row]], batches: Sequence[int]) -> str:
-    """A line a variant and batch: p50, share of the nominal bandwidth, experts, and the ratio to the first variant."""
+def table(found: dict[str, list[Row]], batches: Sequence[int], to: str = "the first") -> str:
+    """A line a variant and batch: p50, share of the nominal bandwidth, experts, and the ratio; `to`: which variant."""
     width = max([len("variant"), *map(len, found)])
-    lines = [f"{'variant':{width}} {'batch':>5} {'p50 ms':>9} {'%':>5} {'experts':>8}  to the first [95 %]"]
+    lines = [f"{'variant':{width}} {'batch':>5} {'p50 ms':>9} {'%':>5} {'experts':>8}  to {to} [95 %]"]
     for batch in batches:
         for label, rows in found.items():
             for row in rows:

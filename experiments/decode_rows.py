@@ -33,6 +33,7 @@ class Timing:
     drawn_as_twin: bool  # the last step's tokens
     schedule_hash: str  # of what the device executed
     ids: Tensor  # that top-k published in all steps, the warm-up too; int16 [steps, layers, rows, top_k] on the CPU
+    logits_hash: str  # of the last step's logits, bit by bit
 
     @classmethod
     def join(cls, blocks: Sequence[Timing]) -> Timing:
@@ -45,6 +46,7 @@ class Timing:
             all(block.drawn_as_twin for block in blocks),
             _one({block.schedule_hash for block in blocks}),
             torch.cat([block.ids for block in blocks]),
+            hashlib.sha256("".join(block.logits_hash for block in blocks).encode()).hexdigest()[:16],
         )
 
     @property
@@ -94,6 +96,7 @@ def append_row(
         "build_hash": library.build_hash,
         "schedule_hash": timing.schedule_hash,
         "routing_hash": timing.routing_hash,
+        "logits_hash": timing.logits_hash,
         "tasks": program.tasks_by_operation(),
         "wall_ms": timing.wall_ms,
         "logits_error": outcome.error[0] if outcome else None,

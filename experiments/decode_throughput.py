@@ -26,7 +26,7 @@ from experiments.forced_routing import distinct_experts, forced_ids
 from experiments.kernel_checks import Outcome, fill, run_checks
 from experiments.opening import make_runtime
 from experiments.settings import DecodeThroughput
-from mk.build import ZERO_WAIT_DEFINE, Library, build_for
+from mk.build import DEPENDENT_LAUNCH, ZERO_WAIT_DEFINE, Library, build_for
 from mk.config import Config
 from mk.device import DeviceFacts
 from mk.errors import MkError
@@ -76,7 +76,7 @@ def run(cfg: Config, within: RunFolder | None = None) -> list[Row]:
                 trace = Trace(g.sparse_layers, timing.ids[:, list(g.sparse_layers)].numpy())
                 trace.save(folder.path / f"routing_batch{batch}.npz")  # for routing=replay
         if settings.zero_wait:
-            rows += _bounds(bench, folder)
+            rows += bounds(bench, folder)
         if settings.trace:
             for batch in settings.batches:
                 _trace(cfg, folder, bench.runtime.weights, bench.programs[batch], bench.routes[batch])
@@ -101,7 +101,8 @@ class Bench:
         """Lowers and verifies the programs of batch 1 and the configured ones, builds, and fills the card's memory."""
         held = hold_weights(cfg, DEVICE)
         programs, routes = plans(cfg, held.source.geometry)
-        library = build_for(cfg, held.source.geometry, programs[1].shape.splits)
+        more = (DEPENDENT_LAUNCH,) if cfg.experiment.launches == "dependent" else ()
+        library = build_for(cfg, held.source.geometry, programs[1].shape.splits, *more)
         spilled = f"{library.registers} registers, {library.spill_bytes} bytes spilled"
         print(f"library {library.build_hash}: {spilled}", flush=True)
         return cls(cfg, held, library, programs, routes, _runtime(cfg, library, held.packed))
@@ -128,7 +129,7 @@ class Bench:
         routed = "" if ids is None else hashlib.sha256(ids.numpy().tobytes()).hexdigest()
         library, settings = self.library, self.cfg.experiment
         said = self.programs[batch].schedule_hash, library.build_hash, library.defines, self.cfg.engine.ring, routed
-        return hashlib.sha256(repr((*said, settings.context)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((*said, settings.context, settings.launches)).encode()).hexdigest()[:16]
 
     def append(self, run: RunFolder, batch: int, timing: Timing, raw: Mapping[str, Any] = MappingProxyType({}),
                **more: Any) -> Row:  # fmt: skip
@@ -196,6 +197,11 @@ def check_settings(cfg: Config) -> None:
         (engine in ("auto", "cuda"), f"decode_throughput times the kernel, not engine={engine}", "engine=cuda"),
         (bool(s.batches), "experiment.batches is empty", "experiment.batches=[1]"),
         (all(1 <= b <= MAX_ROWS for b in s.batches), f"experiment.batches={s.batches} must lie in 1..{MAX_ROWS}", None),
+        (
+            s.launches == "step" or not (s.zero_wait or s.trace),
+            f"experiment.launches={s.launches} has neither a bound nor a trace",
+            "experiment.launches=step",
+        ),
         (s.steps >= 1, f"experiment.steps={s.steps} must be at least 1", None),
         (s.warmup >= 0, f"experiment.warmup={s.warmup} must be at least 0", None),
         (
@@ -233,7 +239,7 @@ def _runtime(cfg: Config, library: Library, weights: PackedWeights, trace_record
     # the window, what the steps append, and a page that it straddles at either end
     sliding = min(blocks, blocks_of(g.window_keys + settings.warmup + settings.steps) + 2)
     pages = {"full": rows * blocks + SPARE_PAGES, "sliding": rows * sliding + SPARE_PAGES}
-    return make_runtime(cfg, library, weights, pages, blocks, longest, trace_records)
+    return make_runtime(cfg, library, weights, pages, blocks, longest, trace_records, settings.launches)
 
 
 def measure(
@@ -270,11 +276,11 @@ def measure(
     tokens = torch.randint(g.vocab, (rows,), generator=torch.Generator().manual_seed(seed)).tolist()
     runtime.set_sequences([first] * rows, tokens, warmup + steps, sampling)
 
-    def launch(step: int) -> int:
+    def tell(step: int) -> None:
         runtime.force_routing(None if ids is None else ids[step])
         runtime.publish_routing(taken[step])
-        return runtime.launch()
 
+    launch = runtime.launcher(tell, warmup + steps)
     for step in range(warmup):
         launch(step)
     runtime.finish()
@@ -289,16 +295,18 @@ def measure(
     if trusted:
         runtime.require_healthy(f"batch {rows}")
     runtime.force_routing(None)
+    bits = hashlib.sha256(runtime["logits"][:rows].cpu().numpy().tobytes()).hexdigest()[:16]
     keys, drawn = first + warmup + steps - 1, runtime.tokens_of(last).tokens.tolist()
     twin = [sample_row(runtime.logits(row).cpu().numpy(), params, keys) for row, params in enumerate(sampling)]
     times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
     routed = taken[:, :, :rows]
     experts = distinct_experts(routed[warmup:], g)
-    return Timing(times, wall, experts, drawn == twin, runtime.executed_hash(), routed.to("cpu", torch.int16))
+    executed = runtime.executed_hash()
+    return Timing(times, wall, experts, drawn == twin, executed, routed.to("cpu", torch.int16), bits)
 
 
-def _bounds(bench: Bench, run: RunFolder) -> list[Row]:
-    """A row a batch of the build that waits for no other SM."""
+def bounds(bench: Bench, run: RunFolder, **more: Any) -> list[Row]:
+    """A row a batch of the build that waits for no other SM; more: further fields."""
     cfg, some = bench.cfg, bench.programs[1].shape
     settings = cfg.experiment
     library = build_for(cfg, some.geometry, some.splits, ZERO_WAIT_DEFINE)
@@ -309,7 +317,7 @@ def _bounds(bench: Bench, run: RunFolder) -> list[Row]:
         program, routes, sampling = bench.programs[batch], bench.routes[batch], _sampling(cfg, batch)
         lengths = settings.context, settings.steps, settings.warmup
         timing = measure(runtime, program, routes, sampling, *lengths, trusted=False)
-        rows.append(append_row(cfg, run.under(cfg), library, program, timing, None, "zero_wait"))
+        rows.append(append_row(cfg, run.under(cfg), library, program, timing, None, "zero_wait", more=more))
         print(line(rows[-1]), flush=True)
     return rows
 

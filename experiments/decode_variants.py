@@ -60,7 +60,7 @@ def variants(cfg: Config) -> list[tuple[str, Config]]:
         for overrides in expand_sweep(variant.split()):
             for override in overrides:
                 require_read(override)
-            jobs.append((" ".join(overrides), job_of(vary(cfg, overrides))))
+            jobs.append((" ".join(overrides), job_of(vary(cfg, overrides), zero_wait=False, trace=False)))
     labels = [label for label, _ in jobs]
     for label in labels:
         if labels.count(label) > 1:
@@ -69,8 +69,13 @@ def variants(cfg: Config) -> list[tuple[str, Config]]:
     return jobs
 
 
-def on_card(cfg: Config, jobs: list[tuple[str, Config]], run: RunFolder) -> tuple[dict[str, list[Row]], list[str]]:
-    """Rows by variant, and what failed. Raises MkError where two variants execute the same."""
+def on_card(
+    cfg: Config, jobs: list[tuple[str, Config]], run: RunFolder, to_previous: bool = False
+) -> tuple[dict[str, list[Row]], list[str]]:
+    """Rows by variant, and what failed. to_previous: ratios are to the variant before, else all to the first.
+
+    Raises MkError where two variants execute the same.
+    """
     settings = cfg.experiment
     found: dict[str, list[Row]] = {}
     failed: list[str] = []
@@ -92,7 +97,7 @@ def on_card(cfg: Config, jobs: list[tuple[str, Config]], run: RunFolder) -> tupl
         require_apart({label: bench.executed(batch) for label, bench in benches.items()}, batch)
     for batch in settings.batches if benches else []:
         blocks = in_turn(benches, batch, settings.rounds, failed)
-        for label, row in append(cfg, run, benches, batch, blocks, failed).items():
+        for label, row in append(cfg, run, benches, batch, blocks, failed, to_previous).items():
             found.setdefault(label, []).append(_told(row))
     return found, failed
 
@@ -138,30 +143,36 @@ def append(
     batch: int,
     blocks: dict[str, list[Timing]],
     failed: list[str],
+    to_previous: bool = False,
 ) -> dict[str, Row]:
-    """Writes the arms' rows, each with its ratio to the first one's over the blocks that both have."""
+    """Writes the arms' rows, each with its ratio to the first one's, or to that of the one before, over the blocks that
+    both have."""
     medians = {label: [timing.p50_ms for timing in timings] for label, timings in blocks.items()}
     first, rounds = next(iter(blocks)), cfg.experiment.rounds
     drift = _drift(first, medians, rounds)
     if drift:
         failed.append(f"batch {batch}: {drift}")
     rows: dict[str, Row] = {}
+    base = first
     for label, timings in blocks.items():
         if not timings:
             continue
         raw: dict[str, Any] = {"block_ms": medians[label]}
         cut = f"{len(timings)} of {rounds} blocks" if len(timings) < rounds else None
         more = {**_named(cfg, label), "unstable": "; ".join(filter(None, (cut, drift))) or None}
-        pairs = min(len(timings), len(medians[first]))
-        if label != first and first in rows:
-            raw = {"block_ms": medians[label][:pairs], "base_block_ms": medians[first][:pairs]}
+        base = first if label.endswith(AGAIN) else base
+        pairs = min(len(timings), len(medians[base]))
+        if label != base and base in rows:
+            raw = {"block_ms": medians[label][:pairs], "base_block_ms": medians[base][:pairs]}
             of = block_ratio(raw["block_ms"], raw["base_block_ms"])
-            more |= {"ratio": of.ratio, "ratio_low": of.low, "ratio_high": of.high, "ratio_to": rows[first].digest}
+            more |= {"ratio": of.ratio, "ratio_low": of.low, "ratio_high": of.high, "ratio_to": rows[base].digest}
         try:
             bench = benches[label.removesuffix(AGAIN)]
             rows[label] = bench.append(run, batch, Timing.join(timings), raw, **more)
         except MkError as error:  # figures that cannot be
             failed.append(f"{label}: {error}")
+        if to_previous:
+            base = label
     return rows
 
 

@@ -8,6 +8,7 @@ from mk.build import Library
 from mk.config import Config
 from mk.engines import card_plan, cuda_obstacle
 from mk.errors import MkError
+from mk.launches import RUNTIMES
 from mk.model.geometry import SLOT_BYTES
 from mk.model.packing import PackedWeights
 from mk.programs import Plan
@@ -38,11 +39,14 @@ def make_runtime(
     blocks: int,
     longest: int,
     trace_records: int = 0,
+    launches: str = "step",
 ) -> Runtime:
-    """A runtime for contexts of at most `longest` keys in `blocks` blocks. Raises MkError for a ring that is not the
-    kernel's."""
+    """A runtime for contexts of at most `longest` keys in `blocks` blocks. launches: a key of RUNTIMES.
+
+    Raises MkError for a ring that is not the kernel's.
+    """
     ring, slots = cfg.engine.ring, library.open().mk_ring_slots()
     if ring.slots != slots:
         raise MkError(f"engine.ring.slots={ring.slots}, the kernel has {slots}", hint=f"engine.ring.slots={slots}")
     window = ring.window_kb * 1024 // SLOT_BYTES
-    return Runtime(library, weights, pages, blocks, longest, window, trace_records=trace_records)
+    return RUNTIMES[launches](library, weights, pages, blocks, longest, window, trace_records=trace_records)

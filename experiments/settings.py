@@ -54,8 +54,13 @@ class DecodeThroughput:
     steps: int  # timed
     warmup: int  # steps before them
     check_tokens: int  # decoded by the checks that go before the timing
+    launches: str  # of a step: step = one; waves = one a wave; graph = those as a CUDA graph; dependent = with
+    # programmatic dependent launch in it
     zero_wait: bool  # then also time a build that waits for no other SM: wrong numbers, and a bound for every schedule
     trace: bool  # then also run a trace build: where a step's time goes, and a timeline for Perfetto
+
+    def __post_init__(self) -> None:
+        require_one_of("experiment.launches", self.launches, ("step", "waves", "graph", "dependent"))
 
 
 @dataclass(slots=True)
@@ -73,6 +78,7 @@ class ScheduleSearch(DecodeThroughput):
     time_limit_s: float  # of the runs of one batch on the card
 
     def __post_init__(self) -> None:
+        DecodeThroughput.__post_init__(self)
         for key in ("candidates", "local_steps", "rounds"):
             require_at_least(f"experiment.{key}", getattr(self, key), 0)
 
@@ -86,6 +92,7 @@ class Variants(DecodeThroughput):
     rounds: int  # blocks that the steps are cut into, all variants in turn; 1 = one after the other, no ratios
 
     def __post_init__(self) -> None:
+        DecodeThroughput.__post_init__(self)
         require_at_least("experiment.rounds", self.rounds, 1)
         if self.rounds > self.steps:
             raise MkError(f"experiment.rounds={self.rounds} are more than experiment.steps={self.steps}")
@@ -93,7 +100,7 @@ class Variants(DecodeThroughput):
 
 # The experiments that are nothing but a comparison, under the names that configs/experiment/ asks for.
 WaveOrderAblation = PlacementAblation = ScheduleAblation = RoutingAblation = Variants
-KernelAblation = RingAblation = PlanAblation = ContextSweep = Variants
+KernelAblation = RingAblation = PlanAblation = ContextSweep = Ladder = Variants
 
 
 @dataclass(slots=True)
@@ -101,6 +108,7 @@ class VllmDecode(DecodeThroughput):
     routings: list[str]  # each measured by both engines
 
     def __post_init__(self) -> None:
+        DecodeThroughput.__post_init__(self)
         if not self.routings:
             raise MkError("experiment.routings is empty", hint="experiment.routings=[uniform]")
         for routing in self.routings:

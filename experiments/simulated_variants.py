@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from experiments.arms import require_apart, table
 from experiments.console import progress
 from experiments.forced_routing import forced_ids
-from mk.build import defines_of
+from mk.build import NO_RUN_AHEAD, defines_of
 from mk.config import Config
 from mk.errors import MkError
 from mk.model.geometry import PRESETS, Geometry
@@ -21,9 +21,12 @@ from mk.schedule.simulate import costs_of, estimate, ring_of
 from mk.schedule.simulator.expand import Sample
 from mk.step_figures import MEASURED_ONLY, block_ratio, raw_steps, step_figures
 
+BOUND = "no waits"  # what the arm of a bound is called
 
-def run(cfg: Config, jobs: Sequence[tuple[str, Config]]) -> int:
-    """A simulated row a variant and batch, and their table. A variant without a simulation is named.
+
+def run(cfg: Config, jobs: Sequence[tuple[str, Config]], to_previous: bool = False) -> int:
+    """A simulated row a variant and batch, and their table. A variant without a simulation is named. to_previous:
+    ratios are to the variant before, else all to the first.
 
     Exit status 1 where none of them has one.
 
@@ -40,15 +43,18 @@ def run(cfg: Config, jobs: Sequence[tuple[str, Config]]) -> int:
                 for number, (label, job) in enumerate(jobs, 1):
                     geometry = geometry_of(job)
                     try:
-                        if defines_of(job):
+                        if set(defines_of(job)) - {NO_RUN_AHEAD}:
                             raise MkError("another build of the kernel, of which the simulator knows nothing")
+                        if job.experiment.launches != "step":
+                            raise MkError("a step of many launches, of which the simulator knows nothing")
                         sample = Sample.draw(geometry, job.routing, [job.experiment.context] * batch)
                     except MkError as error:
                         left[label] = str(error)
                         continue
                     first = None  # one round: no ratios, as on a card
                     if settings.rounds > 1:
-                        first = next((rows[-1] for rows in found.values() if rows[-1].batch == batch), None)
+                        others = [rows[-1] for rows in found.values() if rows[-1].batch == batch]
+                        first = others[-1 if to_previous else 0] if others else None
                     row, program = simulated(cfg, label, job, folder, geometry, sample, first)
                     ids = forced_ids(job.routing, geometry, batch, 1)
                     executes = program.schedule_hash, job.engine.ring, sample.keys, ids is None or ids.tolist()
@@ -56,9 +62,12 @@ def run(cfg: Config, jobs: Sequence[tuple[str, Config]]) -> int:
                     found.setdefault(label, []).append(row)
                     done(number)
             require_apart(executed, batch)
+            if settings.zero_wait:  # of the last variant
+                bound = simulated(cfg, BOUND, job, folder, geometry, sample, None, zero_wait=True)[0]
+                found.setdefault(BOUND, []).append(bound)
         command = shlex.join(["python", "run.py", f"experiment={settings.name}", f"gpu={cfg.gpu.name}", "engine=cuda"])
         print(f"\nsimulated step times, {cfg.model.name} on {cfg.gpu.name}; measured, where there is one: {command}")
-        print(table(found, settings.batches))
+        print(table(found, settings.batches, "the one before" if to_previous else "the first"))
         for label, message in left.items():
             print(f"not simulated: {label}: {message}")
         print(f"run folder: {folder.path}")
@@ -66,14 +75,22 @@ def run(cfg: Config, jobs: Sequence[tuple[str, Config]]) -> int:
 
 
 def simulated(
-    cfg: Config, label: str, job: Config, run: RunFolder, geometry: Geometry, sample: Sample, first: Row | None
+    cfg: Config,
+    label: str,
+    job: Config,
+    run: RunFolder,
+    geometry: Geometry,
+    sample: Sample,
+    first: Row | None,
+    zero_wait: bool = False,
 ) -> tuple[Row, Program]:
-    """Writes the row of a variant, with its ratio to the first one's, and returns it with what it would execute."""
+    """Writes the row of a variant, with its ratio to the first one's, and returns it with what it would execute.
+    zero_wait: the row is a bound, without the waits for other SMs."""
     settings, gpu, keys = job.experiment, job.gpu, list(sample.keys)
     plan = Plan.from_config(job)
     bucket = bucket_for(settings.context + settings.steps)
     program = plan.lower(geometry, len(keys), bucket)
-    ms = estimate(plan, geometry, sample, bucket, costs_of(gpu), ring_of(job.engine.ring)) / 1e3
+    ms = estimate(plan, geometry, sample, bucket, costs_of(gpu), ring_of(job.engine.ring), zero_wait) / 1e3
     raw = {**raw_steps([ms], list(sample.experts.values())), "block_ms": [ms]}
     figures = {
         name: value for name, value in step_figures(geometry, gpu, keys, raw).items() if name not in MEASURED_ONLY
@@ -87,6 +104,7 @@ def simulated(
         dtype="bfloat16",
         clock="simulated",
         arm=label,
+        bound="zero_wait" if zero_wait else None,
         batch=len(keys),
         context=keys,
         checks={},

@@ -27,6 +27,8 @@ from mk.ring import RING_SLOTS
 from mk.splits import SplitPolicy
 
 ZERO_WAIT_DEFINE = "MK_ZERO_WAIT"  # a kernel that waits for no other SM: for the bound alone
+NO_RUN_AHEAD = "MK_NO_RUN_AHEAD"  # one that streams nothing past a wait
+DEPENDENT_LAUNCH = "MK_DEPENDENT_LAUNCH"  # one that waits, at its start, for the launches before it (mk/launches.py)
 CSRC = Path(__file__).parent / "csrc"
 FLAGS = (
     "-O3",
@@ -158,6 +160,7 @@ def defines_of(config: Config) -> tuple[str, ...]:
     ring, handoff = config.engine.ring, config.engine.handoff
     chosen = (
         (ring.slots != RING_SLOTS, f"MK_RING_SLOTS={ring.slots}"),
+        (not ring.run_ahead, NO_RUN_AHEAD),
         (ring.copy_kb != 8, f"MK_COPY_BYTES={ring.copy_kb * 1024}"),
         (handoff.pollers == "warps", "MK_POLL_BY_WARPS"),
         (handoff.polls == "relaxed", "MK_RELAXED_POLLS"),

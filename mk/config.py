@@ -185,6 +185,7 @@ class RingConfig:
     slots: int  # capacity: how far the producer may run ahead
     window_kb: int  # bytes it may have outstanding
     copy_kb: int  # of one bulk copy
+    run_ahead: bool  # weights of tasks whose waits are not over are streamed too
 
     def __post_init__(self) -> None:
         require_at_least("engine.ring.slots", self.slots, 1)
@@ -208,6 +209,7 @@ class HandoffConfig:
 
     pollers: str  # controller: one warp an SM, for all of them; warps: each for itself
     polls: str  # acquire: every look; relaxed: and one fence after the last
+    barriers: bool  # every wave waits for the whole wave before it, not just for what it reads
 
     def __post_init__(self) -> None:
         require_one_of("engine.handoff.pollers", self.pollers, ("controller", "warps"))

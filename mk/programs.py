@@ -35,6 +35,7 @@ class Plan:
     moe_claimers: int = 0
     claim_ahead: int = 2
     splits: SplitPolicy = SplitPolicy()
+    barriers: bool = False  # between waves, in the place of waits for what is read
     costs: Costs | None = None  # with them, list scheduling chooses the order and the SMs (mk/schedule/greedy.py)
 
     @classmethod
@@ -57,6 +58,7 @@ class Plan:
             moe_claimers=schedule.moe_claimers or 0,
             claim_ahead=schedule.claim_ahead or 0,
             splits=SplitPolicy(attention.split_keys, attention.max_splits),
+            barriers=config.engine.handoff.barriers,
             costs=config.gpu.costs if greedy else None,
         )
 
@@ -78,9 +80,9 @@ class Plan:
             draws=draws,
         )
         if self.costs is None:
-            return lower(shape, self.wave_order, self.placement)
+            return lower(shape, self.wave_order, self.placement, barriers=self.barriers)
         order = greedy_order(shape, self.costs, uniform_experts(geometry, rows))
-        return lower(shape, order, self.placement, Earliest(shape, self.costs))
+        return lower(shape, order, self.placement, Earliest(shape, self.costs), self.barriers)
 
 
 def programs_by_size(geometry: Geometry, sizes: Sequence[int], plan: Plan) -> dict[int, Programs]:

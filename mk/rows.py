@@ -62,6 +62,7 @@ class Row:
     schedule_hash: str | None = None  # of descriptors, lists and targets as executed last, read back from the machine;
     # kernel_correctness: of the layer's part, partial_step: of all parts' hashes, a simulated row: as simulated
     routing_hash: str | None = None  # of the expert ids of all steps, as top-k published them
+    logits_hash: str | None = None  # of the logits of the last step, of each block where there are some, bit by bit
     tasks: dict[str, int] | None = None  # descriptors by operation
     arm: str | None = None  # of a comparison: its overrides; served_step: own, of the engine alone, or served
     distinct_experts: float | None = None  # that a sparse layer touched in a step, mean over layers and steps

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -336,13 +336,30 @@ class Runtime:
         if self._room == 0:
             raise MkError("all steps that contexts may advance by are queued", hint="Runtime.set_sequences again")
         self.params.epoch, self.params.launched = self.epoch & 0xFFFFFFFF, self.launched
-        code = self.library.mk_launch(ctypes.byref(self.params), ctypes.c_void_p(self.stream.cuda_stream))
-        if code:
-            raise MkError(f"launch failed: {self.library.mk_error(code).decode()}")
+        self.require_success(self._queue_step())
         self.count_launches(1)
         if self._room is not None:
             self._room -= 1
         return self.launched - 1
+
+    def launcher(self, tell: Callable[[int], None], steps: int) -> Callable[[int], int]:
+        """A function that queues step i of the next `steps`, which it is called for in order, and gives its number;
+        `tell(i)` has said by then what the step is to do (`force_routing`, `publish_routing`). Raises as `launch`."""
+
+        def launch(step: int) -> int:
+            tell(step)
+            return self.launch()
+
+        return launch
+
+    def _queue_step(self) -> int:
+        """Hands a step with the parameters as they are to the stream; a CUDA error code."""
+        return int(self.library.mk_launch(ctypes.byref(self.params), ctypes.c_void_p(self.stream.cuda_stream)))
+
+    def require_success(self, code: int) -> None:
+        """Raises MkError for a CUDA error code."""
+        if code:
+            raise MkError(f"launch failed: {self.library.mk_error(code).decode()}")
 
     def count_launches(self, count: int) -> None:
         """Somebody has launched `count` steps with these parameters."""

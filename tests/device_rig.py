@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from mk.build import Library
 from mk.device import DeviceFacts
+from mk.launches import WaveLaunches
 from mk.model.geometry import Geometry
 from mk.runtime import Runtime
 from mk.sampling import NO_TOKEN, SamplingParams, sample_row
@@ -47,8 +49,11 @@ def unpacked(rt: Runtime, row: int) -> SamplingParams:
 
 
 def signal_all(rt: Runtime) -> None:
-    """What a step of the loaded program adds to its counters."""
+    """What a step of the loaded program adds to its counters, or to those of its parts."""
     assert rt.program is not None
+    if isinstance(rt, WaveLaunches) and rt._parts is not None:
+        rt._part_counters[: len(rt._parts.per_step), 0] += torch.from_numpy(rt._parts.per_step).int()
+        return
     for number, counter in enumerate(rt.program.counters):
         rt["counters"][number, 0] += counter.per_step
 
@@ -61,6 +66,9 @@ class FakeLibrary:
         self.launches = 0
         self.fault: Any = None
         self.refuses = 0  # the error that launches end with
+        self.graphs: dict[int, list[Callable[[], int]]] = {}  # that exist
+        self.dependent: list[int] = []  # of every step of many launches, in order
+        self._capturing: list[Callable[[], int]] | None = None
         self.state = IDLE  # of the stream, as a loop sees it where a step has sampled nothing
         loop = python_card()
         self._callbacks = LAUNCH(self._launch_of_loop), STATE(lambda: self.state)
@@ -91,6 +99,43 @@ class FakeLibrary:
     def mk_launch(self, params: Any, stream: Any) -> int:
         rt = next(made for made in self.runtimes if made.params is params._obj)
         return self._launch(rt, rt.params.launched)
+
+    def mk_launch_parts(self, params: Any, parts: Any, count: int, dependent: int, stream: Any) -> int:
+        rt = next(made for made in self.runtimes if made.params is params._obj)
+        assert len(parts) == count and all(part.words and part.offsets and part.counters for part in parts)
+        self.dependent.append(dependent)
+        number, held = rt.params.launched, {name: rt._buffers.get(name) for name in ("forced_ids", "route_ids")}
+
+        def step() -> int:
+            """With the arguments of the time at which it was asked for."""
+            now = rt.params.forced_ids, dict(rt._buffers)
+            rt.params.forced_ids = None if held["forced_ids"] is None else held["forced_ids"].data_ptr()
+            rt._buffers |= {name: buffer for name, buffer in held.items() if buffer is not None}
+            code = self._launch(rt, number)
+            rt.params.forced_ids, rt._buffers = now
+            return code
+
+        if self._capturing is None:
+            return step()
+        self._capturing.append(step)
+        return 0
+
+    def mk_capture_begin(self, stream: Any) -> int:
+        self._capturing = []
+        return 0
+
+    def mk_capture_end(self, stream: Any, graph: Any) -> int:
+        assert self._capturing is not None
+        graph._obj.value = self._graph = getattr(self, "_graph", 0) + 1
+        self.graphs[self._graph], self._capturing = self._capturing, None
+        return 0
+
+    def mk_graph_launch(self, graph: Any, stream: Any) -> int:
+        return max(step() for step in self.graphs[graph.value])
+
+    def mk_graph_destroy(self, graph: Any) -> int:
+        del self.graphs[graph.value]
+        return 0
 
     def _launch_of_loop(self, params: int, number: int) -> int:
         return self._launch(next(made for made in self.runtimes if ctypes.addressof(made.params) == params), number)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from experiments import decode_throughput as experiment
-from experiments import device_weights, opening
+from experiments import device_weights
 from experiments.forced_routing import distinct_experts, forced_ids
 from experiments.kernel_checks import Oracle, Outcome, consult, relative_error, same_bits, starts_of
 from mk.compose import load_config
 from mk.config import RoutingConfig
 from mk.errors import MkError
+from mk.launches import RUNTIMES
 from mk.model.geometry import PRESETS, Geometry
 from mk.model.opening import NANO
 from mk.model.reference import reference_forward
@@ -123,9 +126,12 @@ RUN = [
 
 @pytest.fixture
 def stand_in(fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
-    def runtime(*args: object, **more: object) -> object:
-        fake_device.runtime = made(*args, **more)
-        return fake_device.runtime
+    def known(kind: type[Runtime]) -> Callable[..., Runtime]:
+        def made(*args: Any, **more: Any) -> Runtime:
+            fake_device.runtime = runtime = kind(*args, **more)
+            return runtime
+
+        return made
 
     def oracle(weights: object, tokens: torch.Tensor, device: object) -> Oracle:
         places = list(enumerate(tokens.tolist(), start=1))
@@ -135,8 +141,8 @@ def stand_in(fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> FakeL
             ids[:, layer] = torch.stack([next_ids(NANO_GEOMETRY, token, keys, layer) for keys, token in places])
         return Oracle(tokens, logits, logits * 1.01, ids, ids[:, 1])
 
-    made = opening.Runtime
-    monkeypatch.setattr(opening, "Runtime", runtime)
+    for name, kind in RUNTIMES.items():
+        monkeypatch.setitem(RUNTIMES, name, known(kind))
     monkeypatch.setattr("mk.build.build", fake_build)
     monkeypatch.setattr(device_weights, "consult", oracle)
     monkeypatch.setattr(device_weights, "_held", None)

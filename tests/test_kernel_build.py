@@ -80,6 +80,7 @@ def test_the_builds_for_tests_compile_too(libraries: dict[str, Library]) -> None
     [
         ("engine.ring.slots=18", "MK_RING_SLOTS=18"),
         ("engine.ring.copy_kb=2", "MK_COPY_BYTES=2048"),
+        ("engine.ring.run_ahead=false", "MK_NO_RUN_AHEAD"),
         ("engine.handoff.pollers=warps", "MK_POLL_BY_WARPS"),
         ("engine.handoff.polls=relaxed", "MK_RELAXED_POLLS"),
         ("routing=oracle", "MK_ORACLE"),

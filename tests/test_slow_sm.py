@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import opening
 from experiments import slow_sm as experiment
 from experiments.decode_rows import Timing
 from experiments.slow_sm import Run, table, verdicts
 from mk.compose import load_config
 from mk.errors import MkError
+from mk.launches import RUNTIMES
 from mk.model.geometry import Geometry
 from mk.model.opening import NANO
 from mk.rows import read_rows
@@ -34,7 +34,7 @@ RUN = [
 
 
 def one(schedule: str, slow_ns: int, p50: float, tiles: float, logits: float = 0.5) -> Run:
-    timing = Timing([p50], p50, [4.0], True, "0" * 16, torch.zeros(0))
+    timing = Timing([p50], p50, [4.0], True, "0" * 16, torch.zeros(0), "0" * 16)
     return Run(schedule, slow_ns, timing, tiles, 10.0, torch.full((1, 4), logits))
 
 
@@ -68,9 +68,9 @@ def stand_in(fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> FakeL
         rt["tiles_taken"].add_(tiles)
         FakeEvent.ticks += (1 if stealing else 10) * slowed
 
-    made = opening.Runtime
+    made = RUNTIMES["step"]
     fake_device.fault = launch
-    monkeypatch.setattr(opening, "Runtime", runtime)
+    monkeypatch.setitem(RUNTIMES, "step", runtime)
     monkeypatch.setattr("mk.build.build", fake_build)
     monkeypatch.setattr(experiment, "DEVICE", torch.device("cpu"))
     return fake_device

@@ -6,6 +6,14 @@
 #include "producer.cuh"
 #include "storer.cuh"
 
+// A part of a step that was launched before the part before it has ended (launches.cuh) waits here for all of that.
+DEVICE void await_launch_before() {
+#ifdef MK_DEPENDENT_LAUNCH
+  let_dependents_launch();
+  await_launches();
+#endif
+}
+
 // What every epilogue of the step needs again and again: read once.
 DEVICE void step_constants(const StepParams& p, Shared& s) {
   const int row = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -23,6 +31,7 @@ DEVICE void step_constants(const StepParams& p, Shared& s) {
 
 __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant__ StepParams p) {
   extern __shared__ __align__(1024) uint8_t memory[];
+  await_launch_before();
   Shared& s = *reinterpret_cast<Shared*>(memory);
   const int warp = threadIdx.x / 32;
   step_constants(p, s);
@@ -87,4 +96,5 @@ int mk_launch(const StepParams* params, void* stream) {
 const char* mk_error(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
 }
 
+#include "launches.cuh"     // a step as many launches, for comparison
 #include "stream_card.cuh"  // the loop that launches served steps

@@ -32,6 +32,9 @@ class Producer {
       const int* d = s.entry[at.index];
       g.at(at.index);
       if (d[W_OPCODE] == OP_END) return true;
+#ifdef MK_NO_RUN_AHEAD  // no weights past a wait
+      if (!g.wait(&s.entry_go[at.index], at.lap)) return false;
+#endif
       ++streamed_;
       if (lane == 0) trace_mark(p, streamed_, T_STREAM);
       Cursor<ENTRIES> following = at;

@@ -54,6 +54,13 @@ DEVICE bool barrier_test(Barrier* b, uint32_t parity) {
 }
 DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;"); }
 
+// ---- programmatic dependent launch -------------------------------------------------------------------------------
+
+// The next launch on the stream may begin where SMs are free, once every block of this one has said so or ended.
+DEVICE void let_dependents_launch() { asm volatile("griddepcontrol.launch_dependents;"); }
+// Waits until the launches before this one have ended; what they stored is visible then.
+DEVICE void await_launches() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- bulk copies ------------------------------------------------------------------------------------------------
 
 // The first THREADS threads of the block meet; whether all of them came with `vote`.

@@ -60,9 +60,13 @@ def cut(program: Program, start_at: str | None = None, stop_after: str | None = 
     Waits for what ran before are gone, counters gain what the part signals. Beside the waves asked for there are tasks
     of the same SMs that make SM-local results again, and those that clear the ticket queues that the part draws from.
     """
+    begin, last = _ends(start_at, stop_after, places(program))
+    return _cut(program, begin, last, _LocalUses.of(program))
+
+
+def _cut(program: Program, begin: Place, last: Place, uses: _LocalUses) -> Program:
     if program.cut is not None:
         raise MkError("a part of a step cannot be cut again", hint="cut the whole step")
-    begin, last = _ends(start_at, stop_after, places(program))
     name = begin.name if begin == last else f"{begin.name}-{last.name}"
     if begin.first == last.end:
         raise MkError(
@@ -72,7 +76,7 @@ def cut(program: Program, start_at: str | None = None, stop_after: str | None = 
     task = program.words[:, Word.TASK]
     earlier = task < begin.first
     kept = ~earlier & (task < last.end)
-    _remake(program, kept, earlier)
+    _remake(uses, kept, earlier)
     _clear_queues(program, kept)
     words, counters = _rewire(program.words[kept].copy(), program.counters)
     words[words[:, Word.OPCODE] == ISA.named("residual").opcode, Word.FLAGS] |= Flag.PART
@@ -85,9 +89,26 @@ def waves_of(program: Program, start_at: str | None = None, stop_after: str | No
     steps = places(program)
     begin, last = _ends(start_at, stop_after, steps)
     wanted = [place for place in steps[steps.index(begin) : steps.index(last) + 1] if place.end > place.first]
-    parts = [cut(program, place.name, place.name) for place in wanted if place.layer < steps[-1].layer]
-    tail = [place.name for place in wanted if place.layer == steps[-1].layer]
-    return [*parts, cut(program, tail[0], tail[-1])] if tail else parts
+    uses = _LocalUses.of(program)
+    parts = [_cut(program, place, place, uses) for place in wanted if place.layer < steps[-1].layer]
+    tail = [place for place in wanted if place.layer == steps[-1].layer]
+    return [*parts, _cut(program, tail[0], tail[-1], uses)] if tail else parts
+
+
+def launches_of(program: Program) -> list[Program]:
+    """The parts that a step may be launched as, one after the other: `waves_of`, without those that leave nothing in
+    memory.
+
+    What a wave leaves in its SMs is gone with its launch, and made again by every later one that reads it.
+    """
+    local = list(LOCAL_BUFFERS)
+
+    def lasts(part: Program) -> bool:
+        opcodes = part.words[:, Word.OPCODE]
+        written = (resolve(access, part.words[opcodes == op.opcode]) for op in ISA for access in op.writes)
+        return any((~np.isin(buffers, local)).any() for buffers in written)
+
+    return [part for part in waves_of(program) if lasts(part)]
 
 
 def before(program: Program, start_at: str | None) -> Program | None:
@@ -128,8 +149,21 @@ def _find(key: str, name: str, steps: Sequence[Place]) -> list[Place]:
     raise MkError(f"{key}={name}: no such wave, {what}", hint=f"{key}={near}" if near else f"{key}=<layer>.<wave>")
 
 
+@dataclass(frozen=True, slots=True)
+class _LocalUses:
+    """Accesses of SM-local buffers: descriptors, and for each a key that is equal for the same (SM, layer, buffer)."""
+
+    makers: Ints
+    made: Ints
+    readers: Ints
+    read: Ints
+
+    @classmethod
+    def of(cls, program: Program) -> _LocalUses:
+        return cls(*_local_uses(program, "writes"), *_local_uses(program, "reads"))
+
+
 def _local_uses(program: Program, kind: str) -> tuple[Ints, Ints]:
-    """Accesses of SM-local buffers: descriptor, and a key that is equal for the same (SM, layer, buffer)."""
     words, sm = program.words, program.sm_of
     tasks, keys = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for op in ISA:
@@ -144,11 +178,10 @@ def _local_uses(program: Program, kind: str) -> tuple[Ints, Ints]:
     return np.concatenate(tasks), np.concatenate(keys)
 
 
-def _remake(program: Program, kept: Mask, earlier: Mask) -> None:
+def _remake(uses: _LocalUses, kept: Mask, earlier: Mask) -> None:
     """Adds to `kept` the tasks whose SM-local results it reads, and theirs in turn."""
-    (makers, made), (readers, read) = (_local_uses(program, kind) for kind in ("writes", "reads"))
     while True:
-        more = makers[np.isin(made, read[kept[readers]])]
+        more = uses.makers[np.isin(uses.made, uses.read[kept[uses.readers]])]
         more = more[earlier[more] & ~kept[more]]
         if not len(more):
             return

@@ -111,9 +111,15 @@ class _Wave:
 
 
 def lower(
-    shape: StepShape, wave_order: tuple[str, ...] | list[str], placement: str, placer: Placement | None = None
+    shape: StepShape,
+    wave_order: tuple[str, ...] | list[str],
+    placement: str,
+    placer: Placement | None = None,
+    barriers: bool = False,
 ) -> Program:
     """Build, place and lower one step; `placer` takes the place of the named placement.
+
+    barriers: every wave waits until all tracks are done with the one before it, whatever it reads.
 
     Raises MkError for an unknown wave or placement, or one that does not fit.
     """
@@ -131,7 +137,7 @@ def lower(
         by_track = np.argsort(tracks, kind="stable")
         waves.append(_Wave(name, layer, op, *_join(tasks[by_track], tracks[by_track], op)))
     _drop_unread(waves)
-    counters = _synchronise(shape, waves)
+    counters = _synchronise(shape, waves, barriers)
     words = np.concatenate([wave.tasks for wave in waves])
     tracks = np.concatenate([wave.tracks for wave in waves])
     by_track = np.argsort(tracks, kind="stable")
@@ -192,7 +198,7 @@ def _drop_unread(waves: list[_Wave]) -> None:
                 wave.tasks[:1, Word.FLAGS] |= Flag.PUBLISH
 
 
-def _synchronise(shape: StepShape, waves: list[_Wave]) -> list[Counter]:
+def _synchronise(shape: StepShape, waves: list[_Wave], barriers: bool) -> list[Counter]:
     """Fill waits and signals in place; returns the counters.
 
     Steps are closed: a track's first task knows the previous step to be over, and the last wave knows every track's
@@ -217,7 +223,7 @@ def _synchronise(shape: StepShape, waves: list[_Wave]) -> list[Counter]:
     for index, wave in enumerate(waves):
         # a track signals in list order: this wave's completion is that of every earlier one run by no other tracks
         implied[index] = sum(1 << other for other in range(index) if not members[other] & ~members[index])
-        needs = _needs(wave, writers)
+        needs = [index - 1] * (index > 0) if barriers else _needs(wave, writers)
         first = np.flatnonzero(np.diff(wave.tracks, prepend=-1))
         alike: dict[int, list[int]] = {}  # tracks that know the same wait for the same
         for start in first.tolist():

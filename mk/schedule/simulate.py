@@ -61,7 +61,7 @@ def costs_of(gpu: GpuConfig) -> Costs:
 
 
 def ring_of(ring: RingConfig) -> Ring:
-    return Ring(slots=ring.slots, window=ring.window_kb * 1024 // SLOT_BYTES)
+    return Ring(slots=ring.slots, window=ring.window_kb * 1024 // SLOT_BYTES, run_ahead=ring.run_ahead)
 
 
 def simulate(program: Program, sample: Sample, costs: Costs, ring: Ring, zero_wait: bool = False) -> Simulated:

@@ -275,9 +275,9 @@ class Engine:
         """Schedules its next copies, unless they need an entry, or a slot, that nobody knows the time of."""
         at, ring = s.producer_free, self.ring
         if s.left < 0:
-            if (place := len(s.streamed)) >= len(s.tasks):
+            if (place := len(s.streamed)) >= len(s.tasks if ring.run_ahead else s.go):
                 return
-            at = max(at, s.published[place], self.now)
+            at = max(at, s.published[place] if ring.run_ahead else s.go[place], self.now)
             s.left, s.lane = s.tasks[place].slots, 0
             s.stream.append(at)
             s.ring_full.append(0.0)

@@ -65,3 +65,4 @@ class Ring:
     lanes: int = 4  # slots that the producer issues at once
     entries: int = 16  # task ring
     tiles: int = 4  # partial tiles between consumers and storer
+    run_ahead: bool = True  # the producer streams for entries that are not open yet

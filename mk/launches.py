@@ -1,0 +1,178 @@
+"""Steps of many launches, one a part of a step: what a step of one launch is compared with.
+
+The kernel, the tiles and the buffers are `Runtime`'s; a launch has the descriptors of one wave. Only a whole step is
+launched so: a program that is itself a part is one launch here too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import hashlib
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mk.errors import MkError
+from mk.runtime import Runtime
+from mk.schedule.cut import launches_of
+from mk.schedule.identity import executed_hash
+from mk.schedule.lower import Program
+from mk.step_params import COUNTER_STRIDE, HOST_STEPS
+
+
+class StepPart(ctypes.Structure):
+    """The same of csrc/launches.cuh."""
+
+    _fields_ = (("words", ctypes.c_void_p), ("offsets", ctypes.c_void_p), ("counters", ctypes.c_void_p))
+
+
+class _Parts:
+    """The parts of a program on the device, their lists one after the other in one buffer each."""
+
+    def __init__(self, whole: Program, device: torch.device) -> None:
+        self.whole = whole  # kept, as long as these are known by its id
+        # without what they were cut from, a mask of the whole step each
+        self.programs = [dataclasses.replace(part, cut=None) for part in launches_of(whole)]
+        self.words = torch.from_numpy(np.concatenate([part.words for part in self.programs])).to(device)
+        self.offsets = torch.from_numpy(np.concatenate([part.offsets for part in self.programs])).to(device)
+        steps = [[counter.per_step for counter in part.counters] for part in self.programs]
+        self.per_step = np.array([gain for part in steps for gain in part], np.int64)
+        self.ends = {
+            "words": np.cumsum([len(part.words) for part in self.programs]),
+            "offsets": np.cumsum([len(part.offsets) for part in self.programs]),
+            "counters": np.cumsum([len(part) for part in steps]),
+        }
+
+    def split(self, name: str, array: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+        """An array of all parts, part by part."""
+        return np.split(array, self.ends[name][:-1])
+
+    def addresses(self, words: torch.Tensor, offsets: torch.Tensor, counters: torch.Tensor) -> ctypes.Array[StepPart]:
+        """Where each part's lists and counters begin."""
+        made = (StepPart * len(self.programs))()
+        for name, buffer in (("words", words), ("offsets", offsets), ("counters", counters)):
+            begins = np.concatenate([[0], self.ends[name][:-1]]) * buffer[:1].nbytes + buffer.data_ptr()
+            for part, begin in zip(made, begins.tolist(), strict=True):
+                setattr(part, name, begin)
+        return made
+
+
+class WaveLaunches(Runtime):
+    """A runtime whose steps are a launch for every wave."""
+
+    dependent = False  # whether a launch may begin before the one before it has ended
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As `Runtime`."""
+        self._known: dict[int, _Parts] = {}  # of the programs loaded so far
+        self._parts: _Parts | None = None  # of the loaded program, None for one that is a part itself
+        super().__init__(*args, **kwargs)
+
+    def load(self, program: Program, epoch: int = 0) -> None:
+        super().load(program, epoch)
+        self._parts = None
+        if program.cut is not None:
+            return
+        if id(program) not in self._known:
+            self._known[id(program)] = _Parts(program, self.device)
+        parts = self._parts = self._known[id(program)]
+        counters = np.zeros((max(1, len(parts.per_step)), COUNTER_STRIDE), np.uint32)
+        counters[: len(parts.per_step), 0] = (parts.per_step * epoch) & 0xFFFFFFFF
+        self._counted = epoch, counters[: len(parts.per_step), 0].copy()
+        with torch.cuda.stream(self.stream):
+            self._part_counters = torch.from_numpy(counters.view(np.int32)).to(self.device)
+        self._addresses = parts.addresses(parts.words, parts.offsets, self._part_counters)
+
+    def _queue_step(self) -> int:
+        if self._parts is None:
+            return super()._queue_step()
+        step, stream = ctypes.byref(self.params), ctypes.c_void_p(self.stream.cuda_stream)
+        count = len(self._addresses)
+        return int(self.library.mk_launch_parts(step, self._addresses, count, int(self.dependent), stream))
+
+    def executed_hash(self) -> str:
+        """Of the hashes of all launches' parts."""
+        if self._parts is None:
+            return super().executed_hash()
+        self.finish()
+        parts, (epoch, before) = self._parts, self._counted
+        words, offsets = parts.words.cpu().numpy(), parts.offsets.cpu().numpy()
+        after = self._part_counters.cpu().numpy().view(np.uint32)[: len(before), 0]
+        found = hashlib.sha256()
+        held = (parts.split("words", words), parts.split("offsets", offsets))
+        counted = (parts.split("counters", before), parts.split("counters", after))
+        for part, own, at, was, now in zip(parts.programs, *held, *counted, strict=True):
+            found.update(executed_hash(part, own, at, was, now, self.epoch - epoch).encode())
+        return found.hexdigest()[:16]
+
+
+class GraphedLaunches(WaveLaunches):
+    """A runtime whose steps are a CUDA graph each, of a launch for every wave.
+
+    A graph holds its launches' arguments, which change from step to step.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._running: list[ctypes.c_void_p] = []  # graphs that were handed to the stream
+        super().__init__(*args, **kwargs)
+
+    def launch(self) -> int:
+        graph, number = self._capture()
+        self._run(graph)
+        return number
+
+    def launcher(self, tell: Callable[[int], None], steps: int) -> Callable[[int], int]:
+        """All graphs are made here: making one takes the host longer than running it takes the card."""
+        if steps > HOST_STEPS:
+            raise MkError(f"{steps} steps as graphs, and the host ring holds the tokens of {HOST_STEPS}")
+        made: deque[tuple[ctypes.c_void_p, int]] = deque()
+        for step in range(steps):
+            tell(step)
+            made.append(self._capture())
+
+        def launch(step: int) -> int:
+            graph, number = made.popleft()
+            self._run(graph)
+            return number
+
+        return launch
+
+    def finish(self) -> None:
+        super().finish()
+        while self._running:
+            self.require_success(self.library.mk_graph_destroy(self._running.pop()))
+
+    def _capture(self) -> tuple[ctypes.c_void_p, int]:
+        """The next step's graph and number. Until it is run, later steps must not be."""
+        graph, stream = ctypes.c_void_p(), ctypes.c_void_p(self.stream.cuda_stream)
+        self.require_success(self.library.mk_capture_begin(stream))
+        try:
+            number = super().launch()
+        finally:
+            code = self.library.mk_capture_end(stream, ctypes.byref(graph))
+        self.require_success(code)
+        return graph, number
+
+    def _run(self, graph: ctypes.c_void_p) -> None:
+        self.require_success(self.library.mk_graph_launch(graph, ctypes.c_void_p(self.stream.cuda_stream)))
+        self._running.append(graph)
+
+
+class DependentLaunches(GraphedLaunches):
+    """The same, each launch programmatically dependent on the one before. Needs a library with DEPENDENT_LAUNCH."""
+
+    dependent = True
+
+
+RUNTIMES: dict[str, type[Runtime]] = {
+    "step": Runtime,
+    "waves": WaveLaunches,
+    "graph": GraphedLaunches,
+    "dependent": DependentLaunches,
+}
+"""By `experiment.launches`: how a step reaches the card."""

@@ -1,0 +1,166 @@
+"""A step of many launches: barriers between waves, and what the host hands to the card for every part."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from mk.errors import MkError
+from mk.isa import Word
+from mk.kv import KINDS
+from mk.launches import RUNTIMES, GraphedLaunches, StepPart, WaveLaunches, _Parts
+from mk.programs import Plan
+from mk.runtime import Runtime
+from mk.schedule.cut import launches_of, places, waves_of
+from mk.schedule.lower import Program
+from mk.splits import SplitPolicy
+from mk.verify import verify
+from tests.device_rig import FakeLibrary, fake_build, fake_device
+from tests.interpreter_rig import GEOMETRY, WAVE_ORDERS, batch, program, random_tokens, weights
+
+__all__ = ["fake_device"]
+
+PLANS = list(itertools.product(("default", "parted", "oproj_before_down"), ("row_owner", "round_robin")))
+PROMPTS = (random_tokens(100, seed=1), [], random_tokens(63, seed=2))
+
+
+def barred(order: str, placement: str, rows: int = 3) -> Program:
+    return Plan(5, WAVE_ORDERS[order], placement, barriers=True).lower(GEOMETRY, rows, 512)
+
+
+@pytest.mark.parametrize(("order", "placement"), PLANS)
+def test_barriers_let_a_wave_begin_after_the_whole_wave_before(order: str, placement: str) -> None:
+    """One wait at the first task that a track has of a wave, for all that the wave before signals."""
+    barriers = barred(order, placement)
+    verify(barriers)
+    task, waves = barriers.words[:, Word.TASK], [p for p in places(barriers) if p.end > p.first]
+    for before, wave in itertools.pairwise(waves):
+        of = barriers.words[(wave.first <= task) & (task < wave.end)]
+        tracks = barriers.track_of[(wave.first <= task) & (task < wave.end)]
+        heads = of[np.flatnonzero(np.diff(tracks, prepend=-1))]
+        told = barriers.words[(before.first <= task) & (task < before.end)]
+        (counter,) = set(told[:, Word.SIGNAL].tolist()) - {-1}
+        waits = heads[:, Word.WAIT0] == counter
+        alone = len(set(barriers.track_of[(before.first <= task) & (task < before.end)].tolist())) == 1
+        assert waits.all() or alone  # a track that was alone in the wave before need not wait for itself
+        assert (heads[waits, Word.WAIT0_COUNT] == barriers.counters[counter].per_step).all()
+        assert (heads[waits, Word.WAIT1] == -1).all()
+    free = program(3, order, placement)
+    waiting = [(p.words[:, Word.WAIT0] >= 0).sum() for p in (barriers, free)]
+    assert waiting[0] > waiting[1] and barriers.schedule_hash != free.schedule_hash
+
+
+@pytest.mark.parametrize(("order", "placement"), PLANS)
+def test_barriers_change_no_bit(order: str, placement: str) -> None:
+    expected = batch(program(3, order, placement), PROMPTS, numerics="kernel").step()
+    found = batch(barred(order, placement), PROMPTS, numerics="kernel", seed=3).step()
+    assert (found.logits.view(np.int32) == expected.logits.view(np.int32)).all()
+
+
+def test_with_barriers_the_launches_are_the_same() -> None:
+    """But for the last one, which has several waves."""
+    *parts, _ = launches_of(program(2, placement="round_robin"))
+    *others, _ = launches_of(barred("default", "round_robin", rows=2))
+    assert [part.schedule_hash for part in parts] == [part.schedule_hash for part in others]
+
+
+# ---- on a stand-in for the card ----
+PAGES = dict.fromkeys(KINDS, 16)
+
+
+def runtime(library: FakeLibrary, launches: str) -> Runtime:
+    library.runtime = made = RUNTIMES[launches](fake_build(GEOMETRY, SplitPolicy()), weights(), PAGES, 9, 512)
+    made.load(program(2, placement="round_robin", n_sm=5), epoch=2**32 - 2)
+    pages = torch.arange(2 * 9, dtype=torch.int32).reshape(2, 9).remainder(16).numpy()
+    made.set_tables(dict.fromkeys(KINDS, pages))
+    return made
+
+
+@pytest.mark.parametrize(("launches", "dependent"), [("waves", 0), ("graph", 0), ("dependent", 1)])
+def test_steps_of_many_launches_are_those_of_one(fake_device: FakeLibrary, launches: str, dependent: int) -> None:
+    """Each with its own ids, whenever it was prepared; tokens come through the ring by the launch's number."""
+    ids = torch.randint(GEOMETRY.experts, (4, GEOMETRY.layers, 8, GEOMETRY.top_k), dtype=torch.int32)
+    found = {}
+    for kind in ("step", launches):
+        rt = runtime(fake_device, kind)
+        taken = torch.zeros_like(ids)
+        rt.set_sequences([5, 70], [1, 2], steps=4)
+
+        def tell(step: int, rt: Runtime = rt, taken: torch.Tensor = taken) -> None:
+            rt.force_routing(ids[step])
+            rt.publish_routing(taken[step])
+
+        launch = rt.launcher(tell, 4)
+        numbers = [launch(step) for step in range(4)]
+        tokens = [rt.tokens_of(number).tokens.tolist()[:2] for number in numbers]
+        rt.finish()
+        assert numbers == [0, 1, 2, 3] and rt.launched == 4 and not fake_device.graphs
+        assert (taken[:, list(GEOMETRY.sparse_layers), :2] == ids[:, list(GEOMETRY.sparse_layers), :2]).all()
+        found[kind] = tokens, rt["logits"].clone(), rt["keys"].tolist()
+    assert found["step"][0] == found[launches][0] and found["step"][2] == found[launches][2]
+    assert torch.equal(found["step"][1], found[launches][1])
+    assert fake_device.dependent == [dependent] * 4
+
+
+def test_every_part_gets_its_own_lists_and_counters(fake_device: FakeLibrary) -> None:
+    rt = runtime(fake_device, "waves")
+    assert isinstance(rt, WaveLaunches) and rt.program is not None and rt._parts is not None
+    parts, made = launches_of(rt.program), rt._addresses
+    assert len(made) == len(parts)
+    words, offsets, counters = 0, 0, 0
+    for part, at in zip(parts, made, strict=True):
+        assert at.words == rt._parts.words.data_ptr() + 4 * 32 * words and at.words % 16 == 0
+        assert at.offsets == rt._parts.offsets.data_ptr() + 4 * offsets
+        assert at.counters == rt._part_counters.data_ptr() + 128 * counters
+        assert (rt._parts.words[words : words + len(part.words)].numpy() == part.words).all()
+        assert (rt._parts.offsets[offsets : offsets + len(part.offsets)].numpy() == part.offsets).all()
+        words, offsets, counters = words + len(part.words), offsets + len(part.offsets), counters + len(part.counters)
+    assert counters > 0  # of the head and what samples
+
+
+def test_the_hash_is_of_what_the_card_holds(fake_device: FakeLibrary) -> None:
+    hashes = []
+    for launches in ("step", "waves", "graph"):
+        rt = runtime(fake_device, launches)
+        rt.set_sequences([5, 70], [1, 2], steps=2)
+        with pytest.raises(MkError, match="no step of the loaded program has run"):
+            rt.executed_hash()
+        rt.launch(), rt.launch()
+        hashes.append(rt.executed_hash())
+    assert hashes[0] != hashes[1] == hashes[2]
+    assert isinstance(rt, GraphedLaunches) and rt._parts is not None
+    rt._parts.words[3, Word.TILE] += 1
+    with pytest.raises(MkError, match="the machine executed schedule"):
+        rt.executed_hash()
+    rt._parts.words[3, Word.TILE] -= 1
+    rt._part_counters[0, 0] += 1
+    with pytest.raises(MkError, match="gained .* which is no whole number each"):
+        rt.executed_hash()
+
+
+def test_a_part_of_a_step_is_one_launch(fake_device: FakeLibrary) -> None:
+    rt = runtime(fake_device, "waves")
+    assert rt.program is not None
+    rt.load(waves_of(rt.program)[3])
+    rt.set_sequences([5, 70], [1, 2])
+    rt.launch()
+    assert fake_device.dependent == [] and fake_device.launches == 1
+    rt.executed_hash()
+
+
+def test_a_refused_launch_or_capture_is_an_error(fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    rt = runtime(fake_device, "graph")
+    rt.set_sequences([5, 70], [1, 2])
+    monkeypatch.setattr(fake_device, "mk_capture_end", lambda stream, graph: 901)
+    with pytest.raises(MkError, match="launch failed: error 901"):
+        rt.launch()
+    with pytest.raises(MkError, match="2000 steps as graphs"):
+        rt.launcher(lambda step: None, 2000)
+
+
+def test_a_part_is_three_pointers() -> None:
+    assert [name for name, _ in StepPart._fields_] == ["words", "offsets", "counters"]
+    assert len(_Parts(program(2, placement="round_robin"), torch.device("cpu")).programs) > 10
