@@ -105,7 +105,7 @@ class Bench:
         library = build_for(cfg, held.source.geometry, programs[1].shape.splits, *more)
         spilled = f"{library.registers} registers, {library.spill_bytes} bytes spilled"
         print(f"library {library.build_hash}: {spilled}", flush=True)
-        return cls(cfg, held, library, programs, routes, _runtime(cfg, library, held.packed))
+        return cls(cfg, held, library, programs, routes, open_runtime(cfg, library, held.packed))
 
     def check(self) -> None:
         """The checks of every batch's own program. Raises MkError when one fails."""
@@ -231,7 +231,10 @@ def _sampling(cfg: Config, rows: int) -> list[SamplingParams]:
     return [SamplingParams(s.temperature, s.top_k, s.top_p, (s.seed + row) % 2**64) for row in range(rows)]
 
 
-def _runtime(cfg: Config, library: Library, weights: PackedWeights, trace_records: int = 0) -> Runtime:
+def open_runtime(
+    cfg: Config, library: Library, weights: PackedWeights, trace_records: int = 0, launches: str | None = None
+) -> Runtime:
+    """With pages for every configured batch. launches: a key of RUNTIMES, None = as configured."""
     settings, g = cfg.experiment, weights.geometry
     longest = settings.context + settings.steps
     blocks = blocks_of(longest)
@@ -239,7 +242,7 @@ def _runtime(cfg: Config, library: Library, weights: PackedWeights, trace_record
     # the window, what the steps append, and a page that it straddles at either end
     sliding = min(blocks, blocks_of(g.window_keys + settings.warmup + settings.steps) + 2)
     pages = {"full": rows * blocks + SPARE_PAGES, "sliding": rows * sliding + SPARE_PAGES}
-    return make_runtime(cfg, library, weights, pages, blocks, longest, trace_records, settings.launches)
+    return make_runtime(cfg, library, weights, pages, blocks, longest, trace_records, launches or settings.launches)
 
 
 def measure(
@@ -310,7 +313,7 @@ def bounds(bench: Bench, run: RunFolder, **more: Any) -> list[Row]:
     cfg, some = bench.cfg, bench.programs[1].shape
     settings = cfg.experiment
     library = build_for(cfg, some.geometry, some.splits, ZERO_WAIT_DEFINE)
-    runtime = _runtime(cfg, library, bench.held.packed)
+    runtime = open_runtime(cfg, library, bench.held.packed)
     rows = []
     print("without a wait for any other SM, a bound:", flush=True)
     for batch in settings.batches:
@@ -325,7 +328,7 @@ def bounds(bench: Bench, run: RunFolder, **more: Any) -> list[Row]:
 def _trace(cfg: Config, run: RunFolder, weights: PackedWeights, program: Program, forced: Tensor | None) -> None:
     """A few steps of a trace build: its own p50, the causes as a table, and the last step as a timeline."""
     library = build_for(cfg, program.shape.geometry, program.shape.splits, TRACE_DEFINE)
-    runtime = _runtime(cfg, library, weights, records_of(program))
+    runtime = open_runtime(cfg, library, weights, records_of(program))
     settings, rows = cfg.experiment, program.shape.rows
     steps = min(settings.steps, 32)
     timing = measure(runtime, program, forced, _sampling(cfg, rows), settings.context, steps, settings.warmup)

@@ -104,6 +104,18 @@ KernelAblation = RingAblation = PlanAblation = ContextSweep = Ladder = Variants
 
 
 @dataclass(slots=True)
+class OpBench(DecodeThroughput):
+    """steps: timed sweeps over the layers, of each operation and engine."""
+
+    operations: list[str] | None  # null = all
+
+    def __post_init__(self) -> None:
+        DecodeThroughput.__post_init__(self)
+        if self.operations == []:
+            raise MkError("experiment.operations is empty", hint="experiment.operations=null takes all")
+
+
+@dataclass(slots=True)
 class VllmDecode(DecodeThroughput):
     routings: list[str]  # each measured by both engines
 

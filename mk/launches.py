@@ -10,7 +10,7 @@ import ctypes
 import dataclasses
 import hashlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 
 from mk.errors import MkError
 from mk.runtime import Runtime
-from mk.schedule.cut import launches_of
+from mk.schedule.cut import launches_of, waves_of
 from mk.schedule.identity import executed_hash
 from mk.schedule.lower import Program
 from mk.step_params import COUNTER_STRIDE, HOST_STEPS
@@ -34,10 +34,10 @@ class StepPart(ctypes.Structure):
 class _Parts:
     """The parts of a program on the device, their lists one after the other in one buffer each."""
 
-    def __init__(self, whole: Program, device: torch.device) -> None:
+    def __init__(self, whole: Program, parts: Sequence[Program], device: torch.device) -> None:
         self.whole = whole  # kept, as long as these are known by its id
         # without what they were cut from, a mask of the whole step each
-        self.programs = [dataclasses.replace(part, cut=None) for part in launches_of(whole)]
+        self.programs = [dataclasses.replace(part, cut=None) for part in parts]
         self.words = torch.from_numpy(np.concatenate([part.words for part in self.programs])).to(device)
         self.offsets = torch.from_numpy(np.concatenate([part.offsets for part in self.programs])).to(device)
         steps = [[counter.per_step for counter in part.counters] for part in self.programs]
@@ -52,10 +52,10 @@ class _Parts:
         """An array of all parts, part by part."""
         return np.split(array, self.ends[name][:-1])
 
-    def addresses(self, words: torch.Tensor, offsets: torch.Tensor, counters: torch.Tensor) -> ctypes.Array[StepPart]:
-        """Where each part's lists and counters begin."""
+    def addresses(self, counters: torch.Tensor) -> ctypes.Array[StepPart]:
+        """Where each part's lists begin, and its counters among those of all parts."""
         made = (StepPart * len(self.programs))()
-        for name, buffer in (("words", words), ("offsets", offsets), ("counters", counters)):
+        for name, buffer in (("words", self.words), ("offsets", self.offsets), ("counters", counters)):
             begins = np.concatenate([[0], self.ends[name][:-1]]) * buffer[:1].nbytes + buffer.data_ptr()
             for part, begin in zip(made, begins.tolist(), strict=True):
                 setattr(part, name, begin)
@@ -66,6 +66,7 @@ class WaveLaunches(Runtime):
     """A runtime whose steps are a launch for every wave."""
 
     dependent = False  # whether a launch may begin before the one before it has ended
+    parts_of = staticmethod(launches_of)  # what a step is launched as
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As `Runtime`."""
@@ -79,14 +80,14 @@ class WaveLaunches(Runtime):
         if program.cut is not None:
             return
         if id(program) not in self._known:
-            self._known[id(program)] = _Parts(program, self.device)
+            self._known[id(program)] = _Parts(program, self.parts_of(program), self.device)
         parts = self._parts = self._known[id(program)]
         counters = np.zeros((max(1, len(parts.per_step)), COUNTER_STRIDE), np.uint32)
         counters[: len(parts.per_step), 0] = (parts.per_step * epoch) & 0xFFFFFFFF
         self._counted = epoch, counters[: len(parts.per_step), 0].copy()
         with torch.cuda.stream(self.stream):
             self._part_counters = torch.from_numpy(counters.view(np.int32)).to(self.device)
-        self._addresses = parts.addresses(parts.words, parts.offsets, self._part_counters)
+        self._addresses = parts.addresses(self._part_counters)
 
     def _queue_step(self) -> int:
         if self._parts is None:
@@ -122,12 +123,16 @@ class GraphedLaunches(WaveLaunches):
         super().__init__(*args, **kwargs)
 
     def launch(self) -> int:
+        if self._parts is None:
+            return super().launch()
         graph, number = self._capture()
         self._run(graph)
         return number
 
     def launcher(self, tell: Callable[[int], None], steps: int) -> Callable[[int], int]:
         """All graphs are made here: making one takes the host longer than running it takes the card."""
+        if self._parts is None:
+            return super().launcher(tell, steps)
         if steps > HOST_STEPS:
             raise MkError(f"{steps} steps as graphs, and the host ring holds the tokens of {HOST_STEPS}")
         made: deque[tuple[ctypes.c_void_p, int]] = deque()
@@ -169,10 +174,26 @@ class DependentLaunches(GraphedLaunches):
     dependent = True
 
 
+class OperationLaunches(GraphedLaunches):
+    """A runtime whose steps are graphs of some waves alone, for timing: of the whole step until `choose`.
+
+    What other waves leave in memory must be there: a whole step has run before.
+    """
+
+    parts_of = staticmethod(waves_of)
+
+    def choose(self, parts: Sequence[int]) -> None:
+        """Steps are these parts from now on, by their places in `waves_of`, until the next `load`."""
+        assert self._parts is not None
+        every = self._parts.addresses(self._part_counters)
+        self._addresses = (StepPart * len(parts))(*(every[part] for part in parts))
+
+
 RUNTIMES: dict[str, type[Runtime]] = {
     "step": Runtime,
     "waves": WaveLaunches,
     "graph": GraphedLaunches,
     "dependent": DependentLaunches,
+    "operations": OperationLaunches,
 }
-"""By `experiment.launches`: how a step reaches the card."""
+"""How a step reaches the card: by `experiment.launches`, but for the last."""

@@ -49,6 +49,21 @@ def step_bytes(geometry: Geometry, contexts: Sequence[float], distinct_experts: 
     )
 
 
+def operation_bytes(geometry: Geometry, operation: str, contexts: Sequence[float], distinct_experts: float) -> float:
+    """Bytes that one run of an operation reads in one layer, counted as `step_bytes` does: 0 for one without weights.
+
+    operation: a wave, attn_full or attn_sliding.
+    """
+    g, tiles = geometry, tile_rules(geometry).matrices
+    names = {"oproj": "o", "moe_up": "up", "moe_down": "down", "lm_head": "head"}
+    if operation.startswith("attn_") and operation != "attn_combine":
+        seen = sum(keys if operation == "attn_full" else min(keys, g.window_keys) for keys in contexts)
+        return seen * 2 * g.kv_width * BF16
+    tile = tiles.get(names.get(operation, operation))
+    times = distinct_experts if operation in ("moe_up", "moe_down") else 1
+    return 0.0 if tile is None else float(times * tile.rows * tile.k * BF16)
+
+
 def uniform_experts(geometry: Geometry, rows: int) -> float:
     """Distinct experts that `rows` rows touch in a layer on average when each draws its top_k uniformly."""
     g = geometry

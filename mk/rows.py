@@ -83,7 +83,10 @@ class Row:
     tflop_s: float | None = None  # of prefill, or of one kernel: mk/roofline.py's operations / p50
     matrix_tflop_s: float | None = None  # of a large bf16 product by torch, in the same run
     pct_matrix: float | None = None  # tflop_s of matrix_tflop_s
-    kernel: str | None = None  # the one that p50_ms is of
+    kernel: str | None = None  # the one that p50_ms is of; op_bench: the operation of the step
+    method: str | None = None  # op_bench: how torch does it
+    kernel_bytes: float | None = None  # that one run of it must read: mk/roofline.py
+    gb_s: float | None = None  # those by p50
     tile: str | None = None  # its tile sizes, warps and stages
     layer: int | None = None  # that the figures below are of; errors are relative distances from float32 of one layer's
     # contribution, the largest of the batch's rows; ratios the largest of a row's error to its own in bfloat16.

@@ -163,4 +163,5 @@ def test_a_refused_launch_or_capture_is_an_error(fake_device: FakeLibrary, monke
 
 def test_a_part_is_three_pointers() -> None:
     assert [name for name, _ in StepPart._fields_] == ["words", "offsets", "counters"]
-    assert len(_Parts(program(2, placement="round_robin"), torch.device("cpu")).programs) > 10
+    whole = program(2, placement="round_robin")
+    assert len(_Parts(whole, launches_of(whole), torch.device("cpu")).programs) > 10

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 
+from experiments import ladder, op_bench
 from experiments.kernel_checks import Oracle, consult, decode, poison, same_bits
 from mk.build import DEPENDENT_LAUNCH, NO_RUN_AHEAD, build
+from mk.compose import load_config
 from mk.device import DeviceFacts
 from mk.kv import PageAllocator, blocks_of
 from mk.launches import RUNTIMES
@@ -14,6 +19,7 @@ from mk.model.checkpoint import load_checkpoint
 from mk.model.opening import NANO
 from mk.model.packing import PackedWeights
 from mk.programs import Plan, Programs
+from mk.rows import Row, read_rows
 from mk.runtime import Runtime
 from mk.splits import SplitPolicy
 from tests.interpreter_rig import WAVE_ORDERS
@@ -98,3 +104,35 @@ def test_steps_are_queued_ahead(packed: PackedWeights, launches: str) -> None:
         assert torch.equal(taken[:, sparse, :2], ids[:, sparse, :2])
         tokens[kind] = [runtime.tokens_of(number).tokens[:2].tolist() for number in numbers]
     assert tokens["step"] == tokens[launches]
+
+
+NANO_RUN = ["model=nano", "weights=checkpoint", "experiment.batches=[2]", "experiment.context=300",
+            "experiment.warmup=2", "experiment.check_tokens=70"]  # fmt: skip
+
+
+def rows_of(folder: Path) -> list[Row]:
+    (path,) = folder.iterdir()
+    return read_rows(path / "rows.jsonl")
+
+
+@pytest.mark.timeout(600)
+def test_all_arms_of_the_ladder_leave_the_same_bits(tmp_path: Path) -> None:
+    """Whether an arm differs from itself is nothing that so short a run can tell: its status is not looked at."""
+    more = ["experiment.steps=20", "experiment.rounds=2", f"run_dir={tmp_path}"]
+    ladder.main(load_config(["experiment=ladder", *NANO_RUN, *more]))
+    *arms, bound = rows_of(tmp_path)
+    assert len(arms) == 10 and bound.bound == "zero_wait"
+    for placement in ("round_robin", "row_owner"):
+        assert len({row.logits_hash for row in arms if row.placement == placement}) == 1
+
+
+@pytest.mark.timeout(300)
+def test_every_operation_is_timed_alone(tmp_path: Path, figure: Callable[[str], None]) -> None:
+    more = ["experiment.steps=5", f"run_dir={tmp_path}"]
+    assert op_bench.main(load_config(["experiment=op_bench", *NANO_RUN, *more])) == 0
+    rows = rows_of(tmp_path)
+    own = {row.kernel: row for row in rows if row.engine == "cuda"}
+    assert {"embed", "qkv", "router", "topk", "attn_full", "moe_up", "moe_down", "rmsnorm", "lm_head"} <= set(own)
+    assert {(row.kernel, row.method) for row in rows} >= {("attn_full", "flash"), ("moe_up", "loop"), ("qkv", "linear")}
+    figure(", ".join(f"{name} {(row.p50_ms or 0) * 1e3:.1f} us" for name, row in own.items()))
+    assert all(0 < (row.p50_ms or 0) < 1 for row in rows)

@@ -1,0 +1,216 @@
+"""Every operation of a decode step alone, on the kernel and by torch, in CUDA graphs over all layers.
+
+A sweep runs one operation in every layer that has it, so that weights and KV come from memory; before each the L2 is
+read full of something else. The kernel's operations are parts of a step (mk/schedule/cut.py), launched on what a whole
+step has left in memory: those that need the routing make it again, top-k included. Bytes are those that the operation
+must read. torch computes on noise of the same shapes, from memory layouts of its own choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from experiments import op_torch
+from experiments.arms import effect
+from experiments.decode_throughput import KV_STD, check, open_runtime, plans
+from experiments.device_weights import hold_weights
+from experiments.forced_routing import distinct_experts
+from experiments.kernel_checks import fill, same_bits
+from mk.build import build_for
+from mk.config import Config
+from mk.errors import MkError
+from mk.isa import ISA, Word
+from mk.kv import KINDS, PageAllocator
+from mk.launches import OperationLaunches
+from mk.rows import Row
+from mk.runs import RunFolder
+from mk.schedule.cut import cut, waves_of
+from mk.schedule.lower import Program
+from mk.validation import require_one_of
+
+DEVICE = torch.device("cuda")
+FLUSH = 4  # times the L2 that is read between sweeps
+
+
+def main(cfg: Config) -> int:
+    """Exit status 0; whatever is wrong is an MkError."""
+    check(cfg)
+    held = hold_weights(cfg, DEVICE)
+    g = held.source.geometry
+    programs, routes = plans(cfg, g)
+    library = build_for(cfg, g, programs[1].shape.splits)
+    runtime = open_runtime(cfg, library, held.packed, launches="operations")
+    assert isinstance(runtime, OperationLaunches)
+    flush = torch.zeros(FLUSH * (cfg.gpu.l2_mb or 1) * 2**18, device=DEVICE)
+    with RunFolder.create(cfg) as run:
+        print(_line(*COLUMNS), flush=True)
+        for batch in cfg.experiment.batches:
+            ids = routes[batch]
+            if ids is None:
+                raise MkError(
+                    f"op_bench needs to know the experts, not routing={cfg.routing.name}", hint="routing=uniform"
+                )
+            bench = KernelOperations(cfg, runtime, programs[batch], ids[0], flush)
+            inputs = op_torch.Inputs(g, [cfg.experiment.context] * batch, ids[0], DEVICE)
+            for name in chosen(cfg.experiment.operations, bench.operations):
+                own = bench.row(run, name, library.build_hash)
+                for method in op_torch.methods(name):
+                    torch_row(cfg, run, inputs, name, method, own, bench, flush)
+        print(f"run folder: {run.path}")
+    return 0
+
+
+def chosen(wanted: list[str] | None, operations: dict[str, list[int]]) -> list[str]:
+    """Raises MkError for an operation that the plan has not, or not alone."""
+    for name in wanted or ():
+        require_one_of("experiment.operations", name, operations)
+    return list(operations) if wanted is None else wanted
+
+
+def operations_of(program: Program) -> dict[str, list[int]]:
+    """The parts of `waves_of` that run one operation alone, by its name: a wave's, with attention by kind of layer.
+
+    A part may make the routing again; one that makes more again is none of these. The head goes with what samples.
+    """
+    found: dict[str, list[int]] = {}
+    topk = ISA.named("topk").opcode
+    for number, part in enumerate(waves_of(program)):
+        assert part.cut is not None
+        layer, wave = part.cut.name.split("-")[0].split(".", 1)
+        opcodes = set(part.words[:, Word.OPCODE].tolist()) - {topk}
+        if wave != "lm_head" and any(ISA.rows[opcode].wave != wave.split(".")[0] for opcode in opcodes):
+            continue
+        name = f"attn_{program.shape.geometry.layer_kinds[int(layer)]}" if wave == "attn" else wave
+        found.setdefault(name, []).append(number)
+    return found
+
+
+class KernelOperations:
+    """The operations of one program, ready to be timed: a step in one launch and one in parts left the same bits."""
+
+    def __init__(self, cfg: Config, runtime: OperationLaunches, program: Program, ids: Tensor, flush: Tensor) -> None:
+        """ids: experts of each layer, int32 [layers, MAX_ROWS, top_k] on the CPU. Raises MkError for other bits."""
+        self.cfg, self.runtime, self.program, self.flush = cfg, runtime, program, flush
+        self.operations = operations_of(program)
+        g, rows, self.context = runtime.geometry, program.shape.rows, cfg.experiment.context
+        self.experts = sum(distinct_experts(ids[None, :, :rows], g)) / max(1, len(g.sparse_layers))
+        self.ids = ids.to(runtime.device)
+        counts = {kind: len(runtime[f"pool_{kind}"]) for kind in KINDS}
+        pages = PageAllocator(g, counts, rows, runtime.max_blocks, seed=0)
+        for row in range(rows):
+            pages.reserve(row, self.context)
+        fill(runtime, KV_STD)
+        runtime.stream.wait_stream(torch.cuda.current_stream())
+        logits = []
+        for whole in (cut(program), program):
+            runtime.load(whole)
+            runtime.set_tables(pages.table.table)
+            runtime.set_sequences([self.context] * rows, [7 % g.vocab] * rows)
+            runtime.force_routing(self.ids)
+            runtime.launch()
+            runtime.finish()
+            runtime.require_healthy(f"batch {rows}")
+            logits.append(runtime["logits"][:rows].clone())
+        if not same_bits(*logits):
+            raise MkError(f"batch {rows}: part by part, a step leaves other logits than in one launch")
+        self.schedule_hash = runtime.executed_hash()
+
+    def row(self, run: RunFolder, name: str, build_hash: str) -> tuple[Row, list[float]]:
+        """Writes an operation's row; with its times."""
+        parts, runtime, rows = self.operations[name], self.runtime, self.program.shape.rows
+        settings = self.cfg.experiment
+        runtime.choose(parts)
+        runtime.set_sequences([self.context] * rows)  # which stay as they are
+        launch = runtime.launcher(lambda step: None, settings.warmup + settings.steps)
+        with torch.cuda.stream(runtime.stream):
+            times = sweeps(launch, self.flush, settings.warmup, settings.steps)
+        runtime.finish()
+        raw = {"kind": "operation", "sweep_ms": times, "runs": len(parts), "experts": self.experts}
+        row = run.measured(
+            raw,
+            engine="cuda",
+            dtype="bfloat16",
+            batch=rows,
+            context=[self.context] * rows,
+            kernel=name,
+            build_hash=build_hash,
+            schedule_hash=self.schedule_hash,
+            checks={"schedule_verified": True, "bits_of_the_step": True},
+        )
+        row = run.append_row(row, raw)
+        print(_told(row, "kernel"), flush=True)
+        return row, times
+
+
+def torch_row(
+    cfg: Config,
+    run: RunFolder,
+    inputs: op_torch.Inputs,
+    name: str,
+    method: str,
+    own: tuple[Row, list[float]],
+    bench: KernelOperations,
+    flush: Tensor,
+) -> None:
+    """Writes the row of an operation by torch; one that it cannot do here is named and has none."""
+    settings, (base, base_ms) = cfg.experiment, own
+    try:
+        work = op_torch.runs(name, method, inputs)
+        replay = graphed(work)
+        times = sweeps(lambda step: replay(), flush, settings.warmup, settings.steps)
+    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        print(f"not measured: {name} by torch, {method}: {str(error).splitlines()[0]}", flush=True)
+        return
+    if len(work) != len(bench.operations[name]):
+        raise MkError(f"{name}: torch has {len(work)} layers of it, the program {len(bench.operations[name])}")
+    raw = {
+        "kind": "operation",
+        "sweep_ms": times,
+        "runs": len(work),
+        "experts": bench.experts,
+        "base_sweep_ms": base_ms,
+    }
+    axes = {"batch": inputs.rows, "context": list(inputs.contexts), "kernel": name, "method": method}
+    row = run.measured(raw, engine="torch", dtype="bfloat16", ratio_to=base.digest, build_hash=None, **axes)
+    print(_told(run.append_row(row, raw), f"torch {method}"), flush=True)
+
+
+def graphed(work: Sequence[op_torch.Run]) -> Callable[[], object]:
+    """What runs all of it once, as one CUDA graph."""
+    work[0]()  # libraries set themselves up outside of a capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        for each in work:
+            each()
+    return graph.replay
+
+
+def sweeps(launch: Callable[[int], object], flush: Tensor, warmup: int, count: int) -> list[float]:
+    """Milliseconds of launches on the current stream, after `warmup` ones, each after the L2 was read full."""
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+    for step in range(warmup + count):
+        flush.sum()  # clean lines: nothing is left to be written back while the launch runs
+        begin, end = events[max(0, step - warmup)]
+        begin.record()
+        launch(step)
+        end.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) for begin, end in events]
+
+
+COLUMNS = ("operation", "by", "batch", "us", "MB", "GB/s", "% nominal", "to the kernel [95 %]")
+
+
+def _told(row: Row, by: str) -> str:
+    size = ("-", "-", "-")
+    if row.kernel_bytes is not None:
+        size = (f"{row.kernel_bytes / 1e6:.1f}", f"{row.gb_s:.0f}", f"{row.pct_nominal:.1f}")
+    return _line(row.kernel or "", by, f"{row.batch}", f"{(row.p50_ms or 0) * 1e3:.2f}", *size, effect(row))
+
+
+def _line(name: str, by: str, *figures: str) -> str:
+    return f"{name:14}{by:15}" + "".join(figure.rjust(10) for figure in figures[:-1]) + f"  {figures[-1]}"

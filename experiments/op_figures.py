@@ -1,0 +1,30 @@
+"""What times of an operation alone make of a row: for the run, and for who verifies it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mk.recompute import card, geometry_of
+from mk.roofline import operation_bytes
+from mk.rows import Row
+from mk.step_figures import median_ratio
+
+
+def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
+    """sweep_ms: device times of sweeps of `runs` runs, a layer each; experts: distinct ones that a run touches, mean;
+    base_sweep_ms: of sweeps of as many runs by the kernel."""
+    assert row.kernel is not None
+    nominal = card(row.gpu).nominal_tb_s
+    assert nominal is not None
+    times = np.array(raw["sweep_ms"]) / raw["runs"]
+    p10, p50, p90 = (float(np.percentile(times, p)) for p in (10, 50, 90))
+    size = operation_bytes(geometry_of(row.model), row.kernel, row.context, raw["experts"])
+    found: dict[str, Any] = {"p10_ms": p10, "p50_ms": p50, "p90_ms": p90, "steps": len(times)}
+    if size:
+        found |= {"kernel_bytes": size, "gb_s": size / p50 / 1e6, "pct_nominal": size / p50 / 1e6 / nominal / 10}
+    if "base_sweep_ms" in raw:
+        of = median_ratio(raw["sweep_ms"], raw["base_sweep_ms"])
+        found |= {"ratio": of.ratio, "ratio_low": of.low, "ratio_high": of.high}
+    return found
