@@ -119,7 +119,7 @@ class Bench:
         if routes is not None:
             first = block * steps
             routes = routes[first : first + settings.warmup + steps]
-        sampling = _sampling(self.cfg, batch)
+        sampling = configured_sampling(self.cfg, batch)
         lengths = settings.context, steps, settings.warmup
         return measure(self.runtime, self.programs[batch], routes, sampling, *lengths)
 
@@ -144,7 +144,7 @@ def plans(cfg: Config, geometry: Geometry) -> tuple[dict[int, Program], dict[int
     settings = cfg.experiment
     plan = Plan.from_config(cfg)
     bucket = bucket_for(settings.context + settings.steps)
-    draws = not _sampling(cfg, 1)[0].greedy
+    draws = not configured_sampling(cfg, 1)[0].greedy
     programs = {rows: Programs(geometry, rows, plan).get(bucket, draws) for rows in {1, *settings.batches}}
     total = settings.warmup + settings.steps
     return programs, {rows: forced_ids(cfg.routing, geometry, rows, total) for rows in settings.batches}
@@ -225,7 +225,7 @@ def check_settings(cfg: Config) -> None:
             raise MkError(message, hint=hint)
 
 
-def _sampling(cfg: Config, rows: int) -> list[SamplingParams]:
+def configured_sampling(cfg: Config, rows: int) -> list[SamplingParams]:
     """The configured parameters, each row with a seed of its own."""
     s = cfg.sampling
     return [SamplingParams(s.temperature, s.top_k, s.top_p, (s.seed + row) % 2**64) for row in range(rows)]
@@ -317,7 +317,7 @@ def bounds(bench: Bench, run: RunFolder, **more: Any) -> list[Row]:
     rows = []
     print("without a wait for any other SM, a bound:", flush=True)
     for batch in settings.batches:
-        program, routes, sampling = bench.programs[batch], bench.routes[batch], _sampling(cfg, batch)
+        program, routes, sampling = bench.programs[batch], bench.routes[batch], configured_sampling(cfg, batch)
         lengths = settings.context, settings.steps, settings.warmup
         timing = measure(runtime, program, routes, sampling, *lengths, trusted=False)
         rows.append(append_row(cfg, run.under(cfg), library, program, timing, None, "zero_wait", more=more))
@@ -331,7 +331,7 @@ def _trace(cfg: Config, run: RunFolder, weights: PackedWeights, program: Program
     runtime = open_runtime(cfg, library, weights, records_of(program))
     settings, rows = cfg.experiment, program.shape.rows
     steps = min(settings.steps, 32)
-    timing = measure(runtime, program, forced, _sampling(cfg, rows), settings.context, steps, settings.warmup)
+    timing = measure(runtime, program, forced, configured_sampling(cfg, rows), settings.context, steps, settings.warmup)
     step = StepTrace.read(runtime["trace"])
     path = run.path / f"trace_batch{rows}.json"
     step.perfetto(path)

@@ -116,6 +116,11 @@ class OpBench(DecodeThroughput):
 
 
 @dataclass(slots=True)
+class WaveOccupancy(Variants):
+    layer: int  # with experts, and a layer before it
+
+
+@dataclass(slots=True)
 class VllmDecode(DecodeThroughput):
     routings: list[str]  # each measured by both engines
 

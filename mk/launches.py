@@ -28,7 +28,12 @@ from mk.step_params import COUNTER_STRIDE, HOST_STEPS
 class StepPart(ctypes.Structure):
     """The same of csrc/launches.cuh."""
 
-    _fields_ = (("words", ctypes.c_void_p), ("offsets", ctypes.c_void_p), ("counters", ctypes.c_void_p))
+    _fields_ = (
+        ("words", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("counters", ctypes.c_void_p),
+        ("trace", ctypes.c_void_p),
+    )
 
 
 class _Parts:
@@ -52,13 +57,15 @@ class _Parts:
         """An array of all parts, part by part."""
         return np.split(array, self.ends[name][:-1])
 
-    def addresses(self, counters: torch.Tensor) -> ctypes.Array[StepPart]:
-        """Where each part's lists begin, and its counters among those of all parts."""
+    def addresses(self, counters: torch.Tensor, trace: torch.Tensor | None) -> ctypes.Array[StepPart]:
+        """Where each part's lists begin, its counters among those of all parts, and its records."""
         made = (StepPart * len(self.programs))()
         for name, buffer in (("words", self.words), ("offsets", self.offsets), ("counters", counters)):
             begins = np.concatenate([[0], self.ends[name][:-1]]) * buffer[:1].nbytes + buffer.data_ptr()
             for part, begin in zip(made, begins.tolist(), strict=True):
                 setattr(part, name, begin)
+        for part, records in zip(made, () if trace is None else trace, strict=trace is not None):
+            part.trace = records.data_ptr()
         return made
 
 
@@ -67,6 +74,10 @@ class WaveLaunches(Runtime):
 
     dependent = False  # whether a launch may begin before the one before it has ended
     parts_of = staticmethod(launches_of)  # what a step is launched as
+    launch_trace: torch.Tensor | None = (
+        None  # of a trace build: int32 [launches, blocks, records, 16], mk/trace.py; the
+    )
+    # last launch, the head and what samples, may find too few records
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As `Runtime`."""
@@ -87,7 +98,10 @@ class WaveLaunches(Runtime):
         self._counted = epoch, counters[: len(parts.per_step), 0].copy()
         with torch.cuda.stream(self.stream):
             self._part_counters = torch.from_numpy(counters.view(np.int32)).to(self.device)
-        self._addresses = parts.addresses(self._part_counters)
+        if records := self.params.trace_records:
+            shape = len(parts.programs), program.shape.n_sm, records, 16
+            self.launch_trace = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self._addresses = parts.addresses(self._part_counters, self.launch_trace)
 
     def _queue_step(self) -> int:
         if self._parts is None:
@@ -185,7 +199,7 @@ class OperationLaunches(GraphedLaunches):
     def choose(self, parts: Sequence[int]) -> None:
         """Steps are these parts from now on, by their places in `waves_of`, until the next `load`."""
         assert self._parts is not None
-        every = self._parts.addresses(self._part_counters)
+        every = self._parts.addresses(self._part_counters, self.launch_trace)
         self._addresses = (StepPart * len(parts))(*(every[part] for part in parts))
 
 

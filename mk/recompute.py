@@ -29,6 +29,7 @@ KINDS = {  # raw["kind"]: where its function is
     "simulated_ranks": "experiments.schedule_figures:ranks",
     "prefill_calls": "experiments.prefill_rates:calls",
     "kernel_launches": "experiments.prefill_rates:launches",
+    "occupancy": "experiments.wave_occupancy:figures",
     "operation": "experiments.op_figures:figures",  # of a decode step, alone
     "prefill_layers": "experiments.prefill_figures:figures",  # distances from float32 of a prompt
     "kernel_layer": "experiments.kernel_figures:figures",  # the same of one layer of a decode step

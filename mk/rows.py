@@ -85,6 +85,9 @@ class Row:
     pct_matrix: float | None = None  # tflop_s of matrix_tflop_s
     kernel: str | None = None  # the one that p50_ms is of; op_bench: the operation of the step
     method: str | None = None  # op_bench: how torch does it
+    layer_us: float | None = None  # wave_occupancy: from the end of the layer before `layer` to its own
+    idle_pct: float | None = None  # of all SMs' time in it: mk/occupancy.py
+    idle_us_by_wave: dict[str, float] | None = None  # of an SM, by the wave that was complete next
     kernel_bytes: float | None = None  # that one run of it must read: mk/roofline.py
     gb_s: float | None = None  # those by p50
     tile: str | None = None  # its tile sizes, warps and stages

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,14 @@ import torch
 
 from mk.build import CSRC
 from mk.errors import MkError
-from mk.isa import ISA
+from mk.isa import ISA, Word
 from mk.schedule.lower import Program
 
 TRACE_DEFINE = "MK_TRACE"
 _WORD = 0xFFFFFFFF
 _END = _WORD  # the opcode of the entry that ends an SM's main track
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 def trace_words() -> list[str]:
@@ -38,14 +39,45 @@ def trace_words() -> list[str]:
 
 
 def records_of(program: Program) -> int:
-    """Records an SM needs for a step: its descriptors, every tile that it might claim, and one at either end."""
+    """Records an SM needs for a step: its descriptors, every tile that it might claim, and one at either end of the
+    main track."""
     shape = program.shape
-    longest = int(np.diff(program.offsets)[: shape.n_sm].max())
+    main, aside = np.diff(program.offsets).reshape(2, shape.n_sm)
+    longest = int(main.max()) + int(aside.max())
     if shape.attention_claimers or shape.moe_claimers:
         most = max(shape.splits.most(shape.bucket, shape.window(layer)) for layer in range(shape.geometry.layers))
         tiles = shape.rows * (shape.geometry.kv_heads * most + shape.geometry.top_k * shape.hidden_strips)
         longest += shape.geometry.layers * 4 * (1 + tiles // shape.n_sm)
     return longest + 2
+
+
+def records_of_launches(program: Program) -> int:
+    """Records a block needs for the longest launch of a step with one a wave, but for the last launch: those of a wave,
+    with as many again for what it makes again, and both ends."""
+    words, layers = program.words, program.shape.geometry.layers
+    inner = words[:, Word.LAYER] < layers
+    keys = np.stack([program.sm_of, words[:, Word.LAYER], words[:, Word.WAVE]], axis=1)[inner]
+    longest = int(np.unique(keys, axis=0, return_counts=True)[1].max())
+    return 2 * longest + 4
+
+
+ASIDE = ("sm", "opcode", "layer", "task", "begun", "ended")
+
+
+def _words(buffer: torch.Tensor) -> Ints:
+    return buffer.cpu().numpy().view(np.uint32).astype(np.int64)
+
+
+def _places() -> dict[str, int]:
+    return {name: index for index, name in enumerate(trace_words())}
+
+
+def _last(words: Ints) -> Ints:
+    """The records [blocks, 16] that end each block's main track. Raises MkError for a block without one."""
+    ends = words[:, 1:, _places()["opcode"]] == _END
+    if not ends.any(axis=1).all():
+        raise MkError(f"SM {int(np.argmin(ends.any(axis=1)))} ran more descriptors than its trace has records")
+    return words[np.arange(len(words)), 1 + ends.argmax(axis=1)]
 
 
 TIMES = ("published", "go", "stream", "streamed", "taken", "opened", "done", "storing", "signalled")
@@ -57,7 +89,8 @@ class StepTrace:
     """One step. sm, opcode, layer, task: int64 [n], SM after SM in list order; us: name of a word -> float64 [n].
 
     The words of `TIMES` are moments in microseconds, those of `TALLIES` durations. A moment that a role never came to
-    (a consumer that need not wait) is NaN.
+    (a consumer that need not wait) is NaN. aside: of the tasks aside, float64 [m] by the names of `ASIDE`, moments
+    alike; empty where they are not known.
     """
 
     sm: npt.NDArray[np.int64]
@@ -65,6 +98,7 @@ class StepTrace:
     layer: npt.NDArray[np.int64]
     task: npt.NDArray[np.int64]
     us: dict[str, Floats]
+    aside: dict[str, Floats] = field(default_factory=lambda: {name: np.zeros(0) for name in ASIDE})
 
     @classmethod
     def read(cls, buffer: torch.Tensor) -> StepTrace:
@@ -72,27 +106,69 @@ class StepTrace:
 
         Raises MkError when an SM had more descriptors than the buffer has records.
         """
-        words = buffer.cpu().numpy().view(np.uint32).astype(np.int64)
-        at = {name: index for index, name in enumerate(trace_words())}
-        opcode = words[:, 1:, at["opcode"]]
-        ends = opcode == _END
-        if not ends.any(axis=1).all():
-            raise MkError(f"SM {int(np.argmin(ends.any(axis=1)))} ran more descriptors than its trace has records")
-        last = words[np.arange(len(words)), 1 + ends.argmax(axis=1)]
+        words, at = _words(buffer), _places()
+        last = _last(words)
         begun, begun_ns = words[:, 0, at["published"]], words[:, 0, at["layer"]]
         cycles = (last[:, at["signalled"]] - begun) & _WORD
         per_us = float((cycles / ((last[:, at["storing"]] - begun_ns) & _WORD)).mean() * 1e3)
         start = begun_ns + (words[:, 0, at["task"]] << 32)  # ns of the card's clock
-        shift = (start - start.min()) / 1e3
-        sm, place = np.nonzero(np.arange(opcode.shape[1]) < ends.argmax(axis=1)[:, None])
-        of = words[sm, place + 1]
-        us: dict[str, Floats] = {}
-        for name in TIMES:
-            since = ((of[:, at[name]] - begun[sm]) & _WORD) / per_us
-            us[name] = np.where(of[:, at[name]] == 0, np.nan, since + shift[sm])
-        for name in TALLIES:
-            us[name] = of[:, at[name]] / per_us
-        return cls(sm, of[:, at["opcode"]], of[:, at["layer"]], of[:, at["task"]], us)
+        return cls._of(words, np.arange(len(words)), (start - start.min()) / 1e3, per_us)
+
+    @classmethod
+    def of_launches(cls, buffer: torch.Tensor) -> StepTrace:
+        """Of a step of many launches, in which an SM ran one block of each: int32 [launches, blocks, records, 16].
+
+        An SM's own clock runs on from launch to launch and is the finer one; it is put onto the card's by all launches
+        together. Raises MkError as `read`.
+        """
+        words, at = _words(buffer).reshape(-1, *buffer.shape[2:]), _places()
+        sm, begun = words[:, 0, at["opcode"]], words[:, 0, at["published"]]
+        ns = words[:, 0, at["layer"]] + (words[:, 0, at["task"]] << 32)
+        ns -= ns.min()
+        since = np.zeros(len(words))  # cycles of the SM's clock since its first block
+        rates, shift = [], np.zeros(len(words))
+        for number in np.unique(sm):
+            own = np.flatnonzero(sm == number)
+            own = own[np.argsort(ns[own], kind="stable")]
+            since[own] = (begun[own] - begun[own[0]]) & _WORD
+            cycles, card = (values - values.mean() for values in (since[own], ns[own].astype(np.float64)))
+            rates.append((cycles @ cycles) / (cycles @ card))
+        per_us = float(np.median(rates)) * 1e3
+        for number in np.unique(sm):
+            own = sm == number
+            shift[own] = since[own] / per_us + np.median(ns[own] / 1e3 - since[own] / per_us)
+        return cls._of(words, sm, shift - shift.min(), per_us)
+
+    @classmethod
+    def _of(cls, words: Ints, number: Ints, shift: Floats, per_us: float) -> StepTrace:
+        """words [blocks, records, 16]; of each block its SM, when it began, microseconds, and the cycles of one."""
+        at, begun = _places(), words[:, 0, _places()["published"]]
+        _last(words)
+        opcode = words[:, 1:, at["opcode"]]
+        block, place = np.nonzero(np.arange(opcode.shape[1]) < (opcode == _END).argmax(axis=1)[:, None])
+        of = words[block, place + 1]
+
+        def moments(of: Ints, block: Ints, name: str) -> Floats:
+            since = ((of[:, at[name]] - begun[block]) & _WORD) / per_us
+            return np.where(of[:, at[name]] == 0, np.nan, since + shift[block])
+
+        us = {name: moments(of, block, name) for name in TIMES}
+        us |= {name: of[:, at[name]] / per_us for name in TALLIES}
+        # those aside: from the last record backwards
+        backwards = words[:, :0:-1]
+        beside = (backwards[:, :, at["opcode"]] != 0) & (backwards[:, :, at["opcode"]] != _END)
+        aside_block, back = np.nonzero(np.cumprod(beside, axis=1) & (backwards[:, :, at["published"]] == 0))
+        found = backwards[aside_block, back]
+        aside = {
+            "sm": number[aside_block].astype(np.float64),
+            "opcode": found[:, at["opcode"]].astype(np.float64),
+            "layer": found[:, at["layer"]].astype(np.float64),
+            "task": found[:, at["task"]].astype(np.float64),
+            "begun": moments(found, aside_block, "storing"),
+            "ended": moments(found, aside_block, "signalled"),
+        }
+        places = number[block], of[:, at["opcode"]], of[:, at["layer"]], of[:, at["task"]]
+        return cls(*places, us, aside)
 
     def save(self, path: Path) -> None:
         """As npz, for `mk/schedule/fit.py`."""

@@ -162,6 +162,6 @@ def test_a_refused_launch_or_capture_is_an_error(fake_device: FakeLibrary, monke
 
 
 def test_a_part_is_three_pointers() -> None:
-    assert [name for name, _ in StepPart._fields_] == ["words", "offsets", "counters"]
+    assert [name for name, _ in StepPart._fields_] == ["words", "offsets", "counters", "trace"]
     whole = program(2, placement="round_robin")
     assert len(_Parts(whole, launches_of(whole), torch.device("cpu")).programs) > 10

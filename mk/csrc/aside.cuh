@@ -20,10 +20,12 @@ class Aside {
       mine = word_of(at + 1, end);  // on its way during the wait
       if (!await_counter(p, g, s.aside, W_WAIT0) || !await_counter(p, g, s.aside, W_WAIT1)) break;
       inject_delay(p, DELAY_WAIT, s.aside[W_TASK]);
+      const uint32_t begun = trace_clock();
       work(s.aside);
       inject_delay(p, DELAY_SIGNAL, s.aside[W_TASK]);
       __syncwarp();
       if (lane == 0) tell(p, s.aside);
+      trace_aside(p, at - p.offsets[track], s.aside, begun);
       __syncwarp();  // all have read the descriptor before the next one replaces it
     }
     g.finish();

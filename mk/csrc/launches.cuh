@@ -7,6 +7,7 @@ struct StepPart {
   const int* words;
   const int* offsets;
   uint32_t* counters;
+  uint32_t* trace;  // of a trace build, else null
 };
 
 extern "C" {
@@ -26,6 +27,7 @@ int mk_launch_parts(const StepParams* step, const StepPart* parts, int count, in
   void* args[] = {&p};
   for (int i = 0; i < count; ++i) {
     p.words = parts[i].words, p.offsets = parts[i].offsets, p.counters = parts[i].counters;
+    p.trace = parts[i].trace;
     if (cudaError_t e = cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(decode_step), args)) return e;
   }
   return cudaSuccess;

@@ -191,6 +191,11 @@ DEVICE long long sm_cycles() {
   asm volatile("mov.u64 %0, %clock64;" : "=l"(t));
   return t;
 }
+DEVICE uint32_t sm_number() {
+  uint32_t sm;
+  asm volatile("mov.u32 %0, %smid;" : "=r"(sm));
+  return sm;
+}
 DEVICE uint64_t nanoseconds() {
   uint64_t t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));

@@ -1,12 +1,13 @@
-// Where a step's time goes: one record a descriptor that an SM's main track runs, kept with -DMK_TRACE.
+// Where a step's time goes: one record a descriptor that an SM runs, kept with -DMK_TRACE: the main track's from record 1
+// on, those of the track aside from the last record backwards.
 //
-// mk/trace.py reads the words of a record from here. Times are cycles of the SM's own clock, low words; record 0 of an SM
+// mk/trace.py reads the words of a record from here. Times are cycles of the SM's own clock, low words; record 0 of a block
 // puts the kernel's start there on the card's clock, which all SMs share.
 #pragma once
 #include "params.cuh"
 
 enum TraceWord : int {
-  T_OPCODE,     // record 0: 0
+  T_OPCODE,     // record 0: the SM that the block is on
   T_LAYER,      // record 0: low word of the card's clock at the SM's start, ns
   T_TASK,       // record 0: its high word
   T_PUBLISHED,  // the controller put the descriptor into the task ring; record 0: the SM's clock at its start
@@ -48,13 +49,21 @@ DEVICE void start_trace(const StepParams& p, Tallies& t) {
   if (threadIdx.x != 0) return;
   for (int kind = 0; kind < SPENT_KINDS; ++kind) t.cycles[kind] = 0;
   uint64_t now = nanoseconds();
-  trace_word(p, 0, T_OPCODE, 0);
+  trace_word(p, 0, T_OPCODE, sm_number());
   trace_word(p, 0, T_LAYER, static_cast<uint32_t>(now)), trace_word(p, 0, T_TASK, static_cast<uint32_t>(now >> 32));
   trace_word(p, 0, T_PUBLISHED, trace_clock());
 }
 // The record of the entry that ends the track: both clocks once more, to tell how fast the SM's runs.
 DEVICE void end_trace(const StepParams& p, int entry) {
   trace_word(p, entry, T_STORING, static_cast<uint32_t>(nanoseconds())), trace_word(p, entry, T_SIGNALLED, trace_clock());
+}
+// The `count`-th task aside, from 0, that one warp worked at from `begun` until now.
+DEVICE void trace_aside(const StepParams& p, int count, const int* d, uint32_t begun) {
+  const int record = p.trace_records - 1 - count;
+  if (threadIdx.x % 32 != 0 || record <= 0) return;
+  trace_word(p, record, T_OPCODE, d[W_OPCODE]), trace_word(p, record, T_LAYER, d[W_LAYER]);
+  trace_word(p, record, T_TASK, d[W_TASK]);
+  trace_word(p, record, T_STORING, begun), trace_word(p, record, T_SIGNALLED, trace_clock());
 }
 // One lane of a role calls these; `entry` counts the descriptors of the main track from 1.
 DEVICE void trace_mark(const StepParams& p, int entry, TraceWord word) { trace_word(p, entry, word, trace_clock()); }
@@ -68,6 +77,7 @@ DEVICE uint32_t trace_clock() { return 0; }
 DEVICE void trace_wait(Tallies&, Spent, uint32_t) {}
 DEVICE void start_trace(const StepParams&, Tallies&) {}
 DEVICE void end_trace(const StepParams&, int) {}
+DEVICE void trace_aside(const StepParams&, int, const int*, uint32_t) {}
 DEVICE void trace_word(const StepParams&, int, TraceWord, uint32_t) {}
 DEVICE void trace_mark(const StepParams&, int, TraceWord) {}
 DEVICE void trace_spent(const StepParams&, Tallies&, int, TraceWord, Spent) {}

@@ -10,6 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from mk.config import GpuConfig, RingConfig
 from mk.errors import MkError
@@ -22,7 +23,7 @@ from mk.schedule.simulator.engine import Engine
 from mk.schedule.simulator.expand import Sample, expand
 from mk.schedule.simulator.path import CriticalPath
 from mk.schedule.simulator.work import Ring
-from mk.trace import TALLIES, TIMES, StepTrace
+from mk.trace import ASIDE, TALLIES, TIMES, StepTrace
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,18 @@ class Simulated:
             np.array([task.layer for task in tasks], np.int64),
             np.array([task.ordinal for task in tasks], np.int64),
             {name: np.array(column) for name, column in columns.items()},
+            self._aside(),
         )
+
+    def _aside(self) -> dict[str, npt.NDArray[np.float64]]:
+        engine, codes = self.engine, {op.name: op.opcode for op in ISA}
+        found = [
+            (sm, codes.get(task.op, 0), task.layer, task.ordinal, begins, ends)
+            for sm, passed in enumerate(engine.aside)
+            for task, (_, begins, ends) in zip(engine.work.tracks[engine.work.n_sm + sm], passed, strict=True)
+        ]
+        columns = np.array(found, np.float64).reshape(-1, len(ASIDE))
+        return dict(zip(ASIDE, columns.T, strict=True))
 
     def critical_path(self) -> CriticalPath:
         return CriticalPath(self.engine)
