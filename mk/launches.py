@@ -74,10 +74,9 @@ class WaveLaunches(Runtime):
 
     dependent = False  # whether a launch may begin before the one before it has ended
     parts_of = staticmethod(launches_of)  # what a step is launched as
-    launch_trace: torch.Tensor | None = (
-        None  # of a trace build: int32 [launches, blocks, records, 16], mk/trace.py; the
-    )
-    # last launch, the head and what samples, may find too few records
+    launch_trace: torch.Tensor | None = None
+    """Of a trace build: int32 [launches, blocks, records, 16], mk/trace.py. The last launch has the head and may find
+    too few records."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As `Runtime`."""

@@ -19,7 +19,7 @@ import pytest
 from experiments.sanitize import PLANTED
 from mk import build as building
 from mk import step_params
-from mk.build import CSRC, Library, build, defines_of, find_nvcc, geometry_header
+from mk.build import CSRC, DEPENDENT_LAUNCH, NO_RUN_AHEAD, Library, build, defines_of, find_nvcc, geometry_header
 from mk.compose import load_config
 from mk.errors import MkError
 from mk.interpreter import Status
@@ -73,6 +73,13 @@ def test_the_builds_for_tests_compile_too(libraries: dict[str, Library]) -> None
     assert library.build_hash != libraries["nano"].build_hash and library.defines == (DELAYS, PLANTED)
     assert library.registers <= MAX_REGISTERS  # a few may spill: nobody times these
     assert library.open().mk_shared_bytes() <= 227 * 1024
+
+
+def test_a_launch_that_waits_for_those_before_it_is_a_build_that_spills_nothing(libraries: dict[str, Library]) -> None:
+    assert f"#ifdef {DEPENDENT_LAUNCH}\n" in (CSRC / "kernel.cu").read_text()
+    for geometry in GEOMETRIES.values():
+        library = build(geometry, libraries["nano"].splits, defines=(NO_RUN_AHEAD, DEPENDENT_LAUNCH))
+        assert (library.spill_bytes, library.stack_bytes) == (MAX_SPILL_BYTES, 0)
 
 
 @pytest.mark.parametrize(

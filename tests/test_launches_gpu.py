@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import ladder, op_bench
+from experiments import ladder, op_bench, wave_occupancy
 from experiments.kernel_checks import Oracle, consult, decode, poison, same_bits
 from mk.build import DEPENDENT_LAUNCH, NO_RUN_AHEAD, build
 from mk.compose import load_config
@@ -136,3 +136,17 @@ def test_every_operation_is_timed_alone(tmp_path: Path, figure: Callable[[str], 
     assert {(row.kernel, row.method) for row in rows} >= {("attn_full", "flash"), ("moe_up", "loop"), ("qkv", "linear")}
     figure(", ".join(f"{name} {(row.p50_ms or 0) * 1e3:.1f} us" for name, row in own.items()))
     assert all(0 < (row.p50_ms or 0) < 1 for row in rows)
+
+
+@pytest.mark.timeout(300)
+def test_a_layer_is_seen_in_launches_and_in_one(tmp_path: Path, figure: Callable[[str], None]) -> None:
+    more = ["experiment.steps=8", "experiment.layer=2", f"run_dir={tmp_path}"]
+    assert wave_occupancy.main(load_config(["experiment=wave_occupancy", *NANO_RUN, *more])) == 0
+    rows = rows_of(tmp_path)
+    figure("; ".join(f"{row.layer_us:.1f} us, {row.idle_pct:.0f} % idle" for row in rows))
+    assert len(rows) == 4
+    for row in rows:
+        assert row.layer_us and row.p50_ms and row.idle_us_by_wave and 0 < (row.idle_pct or 0) < 100
+        assert row.layer_us < row.p50_ms * 1e3  # one of five layers
+        assert min(row.idle_us_by_wave.values()) >= 0
+    assert (rows[1].layer_us or 0) > (rows[-1].layer_us or 0)  # a graph of launches, the megakernel
