@@ -65,6 +65,27 @@ def test_usage_comes_only_where_asked_for(served: Served) -> None:
     assert all(chunk["choices"] and chunk.get("usage") is None for chunk in others)
 
 
+@pytest.mark.parametrize("deliver", [1, 3])
+def test_with_usage_in_chunks_every_delivery_is_one(deliver: int) -> None:
+    """Also of tokens without text, as half a character is; so a client sees when each token came."""
+    halves = [token for token in range(TOKENIZER.vocab) if TOKENIZER.token_bytes(token) == b"\xc4"]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with serving(deliver=deliver) as served:
+        thinking = served.says([*halves * 6, TOKENIZER.marker("end_thinking"), *TOKENIZER.encode("so")])
+        chunks = stream(served, thinking, max_tokens=6, n=2, stream_options=options)
+        body = {"prompt": thinking, "max_tokens": 6, "stream": True, "stream_options": options}
+        plain = events(served.post("/v1/completions", body))
+    for *others, last in (chunks, plain):
+        for choice in {chunk["choices"][0]["index"] for chunk in others}:
+            own = [chunk["usage"]["completion_tokens"] for chunk in others if chunk["choices"][0]["index"] == choice]
+            assert sorted({0, *own}) == sorted({0, *range(deliver, 7, deliver), 6})
+        assert all(chunk["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"] for chunk in others)
+    assert chunks[-1]["usage"]["completion_tokens"] == 12 and plain[-1]["usage"]["completion_tokens"] == 6
+    with serving() as served:  # alone it asks for nothing, as at vLLM
+        alone = stream(served, served.says(thought("a", "b")), stream_options={"continuous_usage_stats": True})
+        assert all("usage" not in chunk for chunk in alone)
+
+
 @fault(13)
 def test_usage_counts_tokens_of_all_choices(served: Served) -> None:
     say = thought("think of it", "here are several tokens")

@@ -189,7 +189,8 @@ def test_what_the_server_says_about_itself(served: Served) -> None:
     model = served.get("/v1/models").json()["data"][0]
     assert model["id"] == "nano" and model["max_model_len"] == CONTEXT
     assert served.get("/v1/models/nano").json() == model
-    assert served.get("/version").json()["version"] == "1.2.3"
+    about = {"version": "1.2.3", "system_fingerprint": "fp_test", "engine": "scripted", "build_hash": None}
+    assert served.get("/version").json() == about
     info = served.get("/tokenizer_info").json()
     assert info["eos_token"] == "<|END_OF_TURN_TOKEN|>" and info["bos_token"] == "<BOS_TOKEN>"
     assert "START_THINKING" in info["chat_template"]

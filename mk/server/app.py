@@ -81,7 +81,8 @@ def _about(app: FastAPI, service: Service, version: str) -> None:
 
     @app.get("/version")
     async def what_version() -> Response:
-        return json_response({"version": version, "system_fingerprint": service.fingerprint})
+        engine = {"engine": service.worker.core.engine.name, "build_hash": service.build_hash}
+        return json_response({"version": version, "system_fingerprint": service.fingerprint, **engine})
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -124,7 +124,7 @@ class ChatAnswer:
             "object": "chat.completion",
             **({"prompt_token_ids": self.prompt} if self._asked.return_token_ids else {}),
             "choices": choices,
-            "usage": self._usage(),
+            "usage": self._usage(self._choices),
             "system_fingerprint": self._service.fingerprint,
         }
 
@@ -133,13 +133,16 @@ class ChatAnswer:
         for index in range(len(self._choices)):
             yield self._chunk(index, {"role": "assistant", "content": ""})
         async for index, piece in self._pieces():
-            for delta in _deltas(piece, bool(self._asked.logprobs)):
+            deltas = _deltas(piece, bool(self._asked.logprobs))
+            if self._asked.usage_in_chunks and self._choices[index].finish_reason is None:
+                deltas = deltas or [{}]
+            for delta in deltas:
                 logprobs = self._logprobs(piece.tokens) if "content" in delta else None
                 yield self._chunk(index, delta, logprobs)
             if (why := self._choices[index].finish_reason) is not None:
                 yield self._chunk(index, {}, finish_reason=why)
-        if self._asked.stream_options and self._asked.stream_options.include_usage:
-            yield {**self._frame(), "choices": [], "usage": self._usage()}
+        if self._asked.usage_at_end:
+            yield {**self._frame(), "choices": [], "usage": self._usage(self._choices)}
 
     def close(self) -> None:
         """End whatever still runs."""
@@ -152,11 +155,12 @@ class ChatAnswer:
         self, index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return {**self._frame(), "choices": [choice]}
+        so_far = {"usage": self._usage(self._choices[index : index + 1])} if self._asked.usage_in_chunks else {}
+        return {**self._frame(), "choices": [choice], **so_far}
 
-    def _usage(self) -> dict[str, Any]:
-        completion = sum(choice.completion_tokens for choice in self._choices)
-        reasoning = sum(choice.reasoning_tokens for choice in self._choices)
+    def _usage(self, choices: Sequence[ChatChoice]) -> dict[str, Any]:
+        completion = sum(choice.completion_tokens for choice in choices)
+        reasoning = sum(choice.reasoning_tokens for choice in choices)
         return usage(len(self.prompt), completion, self._cached, reasoning)
 
     def _logprobs(self, tokens: list[TokenText]) -> dict[str, Any] | None:

@@ -127,12 +127,14 @@ class CompletionAnswer:
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The answer as chunks; the last one of a choice has its finish_reason."""
+        counted = self._asked.usage_in_chunks
         async for index, text, log in self._pieces():
             why = self._choices[index].finish_reason
-            if text or why or (log and log["tokens"]):
+            if text or why or (log and log["tokens"]) or counted:
                 choice = {"index": index, "text": text, "logprobs": log, "finish_reason": why}
-                yield {**self._head, "choices": [choice]}
-        if self._asked.stream_options and self._asked.stream_options.include_usage:
+                so_far = {"usage": self._usage_of(index)} if counted else {}
+                yield {**self._head, "choices": [choice], **so_far}
+        if self._asked.usage_at_end:
             yield {**self._head, "choices": [], "usage": self._usage()}
 
     def close(self) -> None:
@@ -142,6 +144,10 @@ class CompletionAnswer:
     def _usage(self) -> dict[str, Any]:
         completion = sum(choice.completion_tokens for choice in self._choices)
         return usage(sum(map(len, self._prompts)), completion, sum(self._cached))
+
+    def _usage_of(self, index: int) -> dict[str, Any]:
+        """Of one choice."""
+        return usage(len(self._of[index]), self._choices[index].completion_tokens, self._cached[index])
 
 
 class _Log:

@@ -39,6 +39,7 @@ class Service:
     metrics: Metrics
     grammars: Grammars
     defaults: dict[str, Any] = field(default_factory=dict)  # of sampling, from the model's generation_config.json
+    build_hash: str | None = None  # of the compiled kernel; None where none runs
 
     def check_model(self, model: str | None) -> None:
         if model is not None and model != self.model_id:

@@ -65,19 +65,19 @@ def build_service(config: Config, model: Model, progress: Callable[[int, int], N
         held=engine_config.held_steps,
     )
     worker = Worker(Core(engine, model.tokenizer.eos, policy))
+    build_hash = engine.runtime.build_hash if isinstance(engine, CudaEngine) else None
     return Service(
         worker=worker,
         tokenizer=model.tokenizer,
         model_id=server.model_id or (Path(config.model.path).name if config.model.path else config.model.name),
-        fingerprint=fingerprint(
-            config, model, engine.runtime.build_hash if isinstance(engine, CudaEngine) else engine.name
-        ),
+        fingerprint=fingerprint(config, model, build_hash or engine.name),
         context=server.context,
         max_waiting=server.max_waiting,
         created=int(time.time()),
         metrics=Metrics(worker),
         grammars=Grammars(model.tokenizer),
         defaults=sampling_defaults(model.tokenizer),
+        build_hash=build_hash,
     )
 
 

@@ -108,7 +108,11 @@ def unsupported(name: str, where: str = "here") -> ApiError:
 
 
 class StreamOptions(Lenient):
+    """continuous_usage_stats, vLLM's: with include_usage, every delivery of tokens is a chunk with the usage of its
+    choice so far, whether there is text in it or not."""
+
     include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False
 
 
 class Message(Lenient):
@@ -175,6 +179,14 @@ class GenerationRequest(KnownFields):
     return_token_ids: StrictBool | None = None  # vLLM's: the ids of prompt and answer beside the text
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
+
+    @property
+    def usage_at_end(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def usage_in_chunks(self) -> bool:
+        return self.usage_at_end and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def stops(self) -> list[str]:
         """Stop strings; an empty one stops nothing."""
