@@ -11,8 +11,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
 from typing import Any
 
 from evals.completion import Completion, Request
@@ -102,7 +103,7 @@ class ServedEngine:
         end = time.monotonic() + _COUNT_S
         while True:
             try:
-                with urllib.request.urlopen(_asked(url), timeout=_ABOUT_S) as reply:
+                with urllib.request.urlopen(http_request(url), timeout=_ABOUT_S) as reply:
                     text = reply.read().decode(errors="replace")
             except (OSError, http.client.HTTPException):
                 return None
@@ -114,7 +115,7 @@ class ServedEngine:
             time.sleep(0.02)
 
     def _about(self, model: str | None) -> tuple[str, int | None]:
-        served = self._json("/models", None, _ABOUT_S).get("data")
+        served = fetch(f"{self.url}/models", None, _ABOUT_S).get("data")
         known = {str(each["id"]): each for each in served} if isinstance(served, list) else {}
         if model is None and not known:
             raise MkError(
@@ -132,31 +133,39 @@ class ServedEngine:
     def _ask(self, request: Request) -> Completion:
         path = "/completions" if request.prompt.messages == () else "/chat/completions"
         started = time.perf_counter()
-        reply = self._json(path, {"model": self.model, **request.body()}, self._timeout_s)
+        reply = fetch(self.url + path, {"model": self.model, **request.body()}, self._timeout_s)
         return parse_reply(reply, time.perf_counter() - started)
 
-    def _json(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
-        """A POST of `body`, a GET without one. Raises MkError for anything but an object in reply, in time."""
-        url, end = self.url + path, time.monotonic() + timeout_s
-        try:
-            with urllib.request.urlopen(_asked(url, body), timeout=timeout_s) as reply:
-                said = b""
-                while part := reply.read1(1 << 20):  # the timeout is of one read alone
-                    said += part
-                    if time.monotonic() > end:
-                        raise TimeoutError(f"no whole answer in {timeout_s:g} s")
-                return dict(json.loads(said))
-        except urllib.error.HTTPError as error:
-            why = error.read(300).decode(errors="replace")
-            refused = error.code == 400 and "return_token_ids" in why
-            raise MkError(
-                f"{url} answers {error.code}: {why}", hint="experiment.token_ids=false" if refused else None
-            ) from error
-        except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
-            raise MkError(f"{url} does not answer: {error}", hint="experiment.base_url=<http://.../v1>") from error
+
+def fetch(url: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+    """A POST of `body`, a GET without one. Raises MkError for anything but an object in reply, in time."""
+    end = time.monotonic() + timeout_s
+    with answering(url), urllib.request.urlopen(http_request(url, body), timeout=timeout_s) as reply:
+        said = b""
+        while part := reply.read1(1 << 20):  # the timeout is of one read alone
+            said += part
+            if time.monotonic() > end:
+                raise TimeoutError(f"no whole answer in {timeout_s:g} s")
+        return dict(json.loads(said))
 
 
-def _asked(url: str, body: dict[str, Any] | None = None) -> urllib.request.Request:
+@contextmanager
+def answering(url: str) -> Iterator[None]:
+    """What may go wrong while a server answers, as an MkError."""
+    try:
+        yield
+    except urllib.error.HTTPError as error:
+        why = error.read(300).decode(errors="replace")
+        refused = error.code == 400 and "return_token_ids" in why
+        raise MkError(
+            f"{url} answers {error.code}: {why}", hint="experiment.token_ids=false" if refused else None
+        ) from error
+    except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
+        raise MkError(f"{url} does not answer: {error}", hint="experiment.base_url=<http://.../v1>") from error
+
+
+def http_request(url: str, body: dict[str, Any] | None = None) -> urllib.request.Request:
+    """With the key of the environment, where there is one."""
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get(API_KEY):
         headers["Authorization"] = f"Bearer {key}"

@@ -22,7 +22,7 @@ from mk.validation import closest
 
 # what makes a row the other's repetition; rows that agree in all of it come in the same order
 AXES = ("engine", "arm", "clock", "bound", "batch", "context", "routing", "schedule", "wave_order", "placement",
-        "sampling", "kernel", "method", "tile", "event", "prefill_policy")  # fmt: skip
+        "sampling", "kernel", "method", "tile", "event", "prefill_policy", "workload")  # fmt: skip
 GIVEN = ("run_dir", "logger", "debug", "experiment")  # what a rerun takes from its own command line
 COUNTS = ("new_tokens", "equal_tokens", "waves", "needles")
 SIMULATED = ("p50_ms", "distinct_experts", "bytes_per_step", "rank_correlation", "mean_error", "regret")

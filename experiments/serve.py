@@ -1,16 +1,21 @@
 """Serve a model to OpenAI's clients: `make serve [port= model=]`; --cfg job shows what can be set.
 
 Prints where it listens once it does. Ctrl-C or SIGTERM lets running answers end for server.drain_s; what runs then,
-or at a second signal, ends with an error.
+or at a second signal, ends with an error. `python -m experiments.serve FILE` takes its configuration from a YAML file
+that holds a resolved one: experiments/server_process.py starts it so.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 from experiments.console import progress
+from mk.compose import stored_config
 from mk.config import Config
 from mk.engines import require_engine
 from mk.model.opening import open_model
@@ -25,7 +30,8 @@ def main(cfg: Config) -> int:
     require_engine(cfg, cfg.server.slots)
     listener = listen(cfg.server.host, cfg.server.port)  # before minutes of loading
     with tempfile.TemporaryDirectory(prefix="mk-") as scratch, listener:
-        model = open_model(cfg.model, cfg.weights, Path(scratch))
+        device = "cuda" if cfg.engine.name == "cuda" else "cpu"  # where random weights are made
+        model = open_model(cfg.model, cfg.weights, Path(scratch), device)
         with progress("pack weights", len(WeightLayout(model.geometry).entries())) as done:
             service = build_service(cfg, model, lambda packed, _: done(packed))
         app = create_app(service, version(), api_key())
@@ -73,3 +79,7 @@ def opencode(url: str, service: Service) -> dict[str, object]:
         "provider": {"mini-mk": provider},
         "model": f"mini-mk/{service.model_id}",
     }
+
+
+if __name__ == "__main__":
+    sys.exit(main(stored_config(OmegaConf.load(sys.argv[1]))))

@@ -333,6 +333,44 @@ class ServingCosts:
 
 
 @dataclass(slots=True)
+class Workload:
+    """Requests for a server, sent as others end."""
+
+    requests: int
+    prompt: int  # tokens of each
+    tokens: float  # that a request generates, mean
+    spread: float  # standard deviation of their logarithm; 0: all generate as many
+    scale: float  # share of `tokens` that is asked for
+
+    def __post_init__(self) -> None:
+        for key in ("requests", "prompt"):
+            require_at_least(f"workload.{key}", getattr(self, key), 1)
+        require_at_least("workload.spread", self.spread, 0)
+        if self.tokens * self.scale < 1:
+            raise MkError(f"a workload of {self.tokens} tokens x {self.scale}: a request generates at least 1")
+
+
+@dataclass(slots=True)
+class Serving:
+    name: str
+    workloads: list[str]  # of those below, in this order
+    fixed: Workload
+    aime: Workload
+    seed: int  # of prompts and lengths
+    base_url: str | None  # of a server, which is then measured in the place of ours and vLLM's
+    start_s: float  # that our server may take to start
+    timeout_s: float  # between two signs of life of an answer
+
+    def __post_init__(self) -> None:
+        if not self.workloads:
+            raise MkError("experiment.workloads is empty", hint="'experiment.workloads=[fixed]'")
+        for workload in self.workloads:
+            require_one_of("experiment.workloads", workload, ("fixed", "aime"))
+        for key in ("start_s", "timeout_s"):
+            require_at_least(f"experiment.{key}", getattr(self, key), 1)
+
+
+@dataclass(slots=True)
 class Parity:
     name: str
     contexts: list[int]  # keys of each row at the first position that is compared

@@ -15,6 +15,8 @@ from mk.errors import MkError
 from mk.model.hub import resolve_folder
 from mk.model.opening import NANO
 
+EXTENSION = "experiments.baselines.vllm_extension.Extension"  # of its worker, where weights are made there
+
 
 def main(cfg: Config) -> int:
     """Never returns: raises MkError, or becomes vLLM."""
@@ -22,16 +24,15 @@ def main(cfg: Config) -> int:
     if config is None:
         raise MkError("vllm_serve starts vLLM", hint="baseline=vllm")
     python, env, version = find(config)
-    command = [python, *arguments(cfg)]
+    command = [python, *arguments(cfg, checkpoint(cfg))]
     print(f"vLLM {version}: {' '.join(command)}", flush=True)
     os.execve(python, command, env)
 
 
-def arguments(cfg: Config) -> list[str]:
-    """Of vLLM's interpreter. Raises MkError for a model without a folder of weights."""
+def arguments(cfg: Config, folder: Path) -> list[str]:
+    """Of vLLM's interpreter, to serve the model in `folder`."""
     config, server = cfg.baseline.vllm, cfg.server
     assert config is not None
-    folder = _checkpoint(cfg)
     options = {
         "model": str(folder),
         "served-model-name": server.model_id or (folder.name if cfg.model.path else cfg.model.name),
@@ -48,10 +49,12 @@ def arguments(cfg: Config) -> list[str]:
     if config.reasoning_parser is not None:
         options["reasoning-parser"] = config.reasoning_parser
     pairs = [f"--{name}={value}" for name, value in options.items()]
-    return ["-m", "vllm.entrypoints.openai.api_server", *pairs, "--disable-uvicorn-access-log", *config.arguments]
+    flags = ["--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
+    return ["-m", "vllm.entrypoints.openai.api_server", *pairs, *flags, *config.arguments]
 
 
-def _checkpoint(cfg: Config) -> Path:
+def checkpoint(cfg: Config) -> Path:
+    """The folder of the configured weights. Raises MkError where there is none."""
     model = cfg.model
     if cfg.weights.name == "checkpoint" and model.path is not None:
         return resolve_folder(model.path, model.revision)

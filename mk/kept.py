@@ -117,6 +117,10 @@ SET_BY_EXPERIMENT: dict[str, Callable[[Row, Mapping[str, Any], Mapping[str, Any]
         "batch": [*own["batches"], config["server"]["slots"], config["server"]["slots"] - 1],
         "context": [[own[length]] * row.batch for length in ("context", "short")],
     },
+    "serving": lambda row, own, config: {
+        "context": [[own[name]["prompt"]] * row.batch for name in own["workloads"]],
+        **({"model": [row.model]} if own["base_url"] else {}),
+    },
     "schedule_search": lambda row, own, config: {"routing": [config["routing"]["name"], *ROUTINGS]},
     "simulator_accuracy": lambda row, own, config: {"batch": [row.batch]},  # of the rows that it reads
     "accuracy": lambda row, own, config: {  # which is given texts, and no more rows than those

@@ -42,6 +42,7 @@ KINDS = {  # raw["kind"]: where its function is
     "interruption": "experiments.served_figures:interruption",
     "between_tokens": "experiments.served_figures:between_tokens",
     "answers": "evals.report:figures",
+    "load": "experiments.load_figures:figures",  # of a server, by its client's clock
 }
 
 

@@ -29,6 +29,13 @@ from mk.sources import ROOT, commit_source_hash, recent_commits
 
 KEPT = ("rows.jsonl", "raw.jsonl", "config.yaml")
 RAW_BYTES = 200_000  # of a run
+COPIED = {  # raw data of a row with a ratio: what of the other row it is a copy of
+    "kernel_step_ms": "step_ms",
+    "base_block_ms": "block_ms",
+    "base_sent_s": "sent_s",
+    "base_last_s": "last_s",
+    "base_tokens": "tokens",
+}
 SEARCHED = 200  # commits in which sources of an unnamed one are looked for
 
 
@@ -182,10 +189,8 @@ def _problems(row: Row, by_digest: dict[str | None, Row], raw: dict[str, dict], 
             yield f"ratio_to={row.ratio_to}: no such row beside it"
         elif row.ratio_to is not None:
             own, other = raw[row.raw_sha256], raw.get(by_digest[row.ratio_to].raw_sha256 or "", {})
-            if (own.get("kernel_step_ms"), own.get("base_block_ms")) not in (
-                (other.get("step_ms"), None),
-                (None, other.get("block_ms", [])),
-            ):
+            copied = [name for name in COPIED if name in own]
+            if not copied or any(own[name] != other.get(COPIED[name]) for name in copied):
                 yield f"its ratio is not to the steps of the row {row.ratio_to}"
 
 

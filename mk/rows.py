@@ -79,7 +79,9 @@ class Row:
     logits_error_bf16: float | None = None  # the same of the reference in bfloat16: the noise floor
     prompt_tokens: int | None = None  # prefilled in one call, all prompts together
     prefill_tok_s: float | None = None  # prompt_tokens / p50
-    ttft_ms: float | None = None  # from the call to the first tokens on the host, median
+    ttft_ms: float | None = None  # from the call to the first tokens on the host, or from a request to its first token
+    # at the client: median
+    ttft_p99_ms: float | None = None
     tflop_s: float | None = None  # of prefill, or of one kernel: mk/roofline.py's operations / p50
     matrix_tflop_s: float | None = None  # of a large bf16 product by torch, in the same run
     pct_matrix: float | None = None  # tflop_s of matrix_tflop_s
@@ -144,7 +146,7 @@ class Row:
     truncated: int | None = None  # answers that ended at the cap on their tokens
     usage_prompt_tokens: int | None = None
     usage_completion_tokens: int | None = None
-    wall_s: float | None = None  # from the first request to the last answer
+    wall_s: float | None = None  # from the first request to the last answer, or its last token
     requests_hash: str | None = None  # of all requests: equal where two engines were asked the same
     positions: int | None = None  # teacher-forced, that the next figures are means over, or medians; in nats
     kl: float | None = None  # of the float32 reference's distribution from the tested one
@@ -160,12 +162,15 @@ class Row:
     logprob_shift: float | None = None  # of a token behind a hit on generated blocks from that of a cold prompt, mean
     logprob_shift_most: float | None = None  # the same, of one token
     choice_us: float | None = None  # on the host, from logits of 262,144 tokens; left out where the engine chooses
+    workload: str | None = None  # that a server was loaded with, batch requests in flight; tok_s is by wall_s then
+    active_batch: float | None = None  # requests between their first and last token, mean over the time with any
     event: str | None = None  # between two runs of served steps: park, retire, switch (of batch size), admit
     interruptions: int | None = None  # that the next two are medians of
     idle_us: float | None = None  # of the device, beyond the last step before it and prompts computed in between
     park_us: float | None = None  # from asking the decode loop to its rest
     prefill_policy: str | None = None  # under which a prompt entered; ttft_ms is of that prompt
-    itl_p50_ms: float | None = None  # between tokens of requests that ran while it did, on the host
+    itl_p50_ms: float | None = None  # between tokens of requests that ran while it did, on the host; of a server with
+    # a workload: of all requests, at the client
     itl_p99_ms: float | None = None
     itl_most_ms: float | None = None
     equal_tokens: int | None = None  # before the first difference from the oracle of `checks`, all rows together
@@ -180,10 +185,13 @@ class Row:
     compile_mode: str | None = None
     kv: str | None = None  # prefilled: computed from a prompt; synthetic: made up
     same_weights: bool | None = None  # as the kernel's, value by value, or else only as distributed
-    tpot_ms: float | None = None  # by the difference of two lengths: a cross-check of p50
+    tpot_ms: float | None = (
+        None  # by the difference of two lengths: a cross-check of p50; of a server: a request's time
+    )
+    # after its first token by its later tokens, median
     unstable: str | None = None  # why the row's figures are not to be relied on
-    ratio: float | None = None  # of this row's time to that of the row with the digest ratio_to: of medians, or mean
-    # of blocks that ran in turn
+    ratio: float | None = None  # of this row's time to that of the row with the digest ratio_to: of medians, mean
+    # of blocks that ran in turn, or of wall_s at equal tokens of each request
     ratio_low: float | None = None  # its 95 % bootstrap interval
     ratio_high: float | None = None
     ratio_to: str | None = None

@@ -14,6 +14,7 @@ import torch
 from experiments import accuracy_vllm, decode_throughput, vllm_decode, vllm_serve
 from experiments.baselines import vllm_process as vllm
 from experiments.baselines.vllm_extension import distinct_by_layer, register_uniform, uniform_distinct
+from experiments.server_process import vllm_server
 from mk.compose import load_config
 from mk.config import Config
 from mk.errors import MkError
@@ -332,7 +333,7 @@ def test_its_server_is_started_with_what_ours_would_have(tmp_path: Path) -> None
         "--reasoning-parser": "cohere_command4",
     }
     with pytest.raises(MkError, match="no checkpoint to serve"):
-        vllm_serve.arguments(load_config(["experiment=vllm_serve", "weights=random"]))
+        vllm_serve.checkpoint(load_config(["experiment=vllm_serve", "weights=random"]))
 
 
 def test_both_servers_are_asked_the_same(committed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -344,7 +345,7 @@ def test_both_servers_are_asked_the_same(committed: Path, tmp_path: Path, capsys
     assert [row.engine for row in rows] == ["interpreter", "served"] and rows[0].requests_hash == rows[1].requests_hash
     assert all(row.checks["metrics_are_requests"] and row.answers == 8 for row in rows)
     assert rows[0].score_difference is None and rows[1].score_difference is not None
-    assert "vLLM answers after" in capsys.readouterr().out
+    assert "vLLM's server answers after" in capsys.readouterr().out
     for folder in folders:
         require_kept(committed, folder, score=lambda score: score + 0.5)
 
@@ -353,5 +354,5 @@ def test_a_server_that_does_not_start_is_told_by_its_log(tmp_path: Path, monkeyp
     monkeypatch.setenv("FAKE_VLLM", "dies")
     job = load_config(["experiment=vllm_serve", f"baseline.vllm.site={SITE}"])
     with pytest.raises(MkError, match="ended with status 1: .* no card"):  # noqa: SIM117
-        with accuracy_vllm.vllm_server(job, tmp_path / "log"):
+        with vllm_server(job, tmp_path / "log"):
             pass

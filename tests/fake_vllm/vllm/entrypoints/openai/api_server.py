@@ -1,12 +1,17 @@
 """In the place of vLLM's server: says what it was started with and, where its port is not 1, answers completions.
 
-`FAKE_VLLM=dies` ends it at once. It counts what it answered under vLLM's name.
+It counts what it answered under vLLM's name, streams a token each millisecond, and lets its worker be called where
+vLLM does. `FAKE_VLLM=dies` ends it at once, `short` has it generate a token less than it was asked for, `alike` a
+worker that cannot take the weights.
 """
 
 import json
 import os
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+MODE = os.environ.get("FAKE_VLLM")
 
 
 class Server(BaseHTTPRequestHandler):
@@ -24,10 +29,39 @@ class Server(BaseHTTPRequestHandler):
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/collective_rpc":
+            return self.call(asked)
         Server.answered += 1
+        if asked.get("stream"):
+            return self.stream(asked)
         choice = {"text": "\n    pass", "finish_reason": "stop", "token_ids": [5, 4], "prompt_token_ids": [2]}
         usage = {"prompt_tokens": 1, "completion_tokens": 2}
         self.reply(json.dumps({"id": f"cmpl-{asked['seed']}", "choices": [choice], "usage": usage}).encode())
+
+    def call(self, asked):
+        assert os.environ["VLLM_SERVER_DEV_MODE"] == "1" and "--load-format=dummy" in sys.argv
+        said = {"graph_mode": "FULL_AND_PIECEWISE", "compile_mode": "VLLM_COMPILE", "flash_attention": "3"}
+        if asked["method"] == "mk_load_weights":
+            assert os.path.exists(os.path.join(asked["args"][0], "config.json"))
+            said = "alike: ValueError" if MODE == "alike" else "same"
+        self.reply(json.dumps({"results": [said]}).encode())
+
+    def stream(self, asked):
+        assert asked["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+        tokens = asked["max_tokens"] - (MODE == "short")
+        prompt = len(asked.get("prompt", "")) or sum(len(str(each)) for each in asked["messages"])
+        self.send_response(200)
+        self.end_headers()
+        for number in range(1, tokens + 1):
+            time.sleep(0.001)
+            usage = {"prompt_tokens": prompt, "completion_tokens": number}
+            self.event({"choices": [{"index": 0, "text": "", "delta": {"content": ""}}], "usage": usage})
+        usage["prompt_tokens_details"] = {"cached_tokens": 1}
+        self.event({"choices": [], "usage": usage})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def event(self, chunk):
+        self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
 
     def reply(self, body):
         self.send_response(200)
@@ -39,9 +73,10 @@ class Server(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
+    print("[unquantized.py:302] Using TRITON Unquantized MoE backend out of potential backends: (...).", flush=True)
     print(json.dumps({"arguments": sys.argv[1:], "offline": os.environ.get("HF_HUB_OFFLINE")}), flush=True)
     options = dict(argument[2:].split("=", 1) for argument in sys.argv[1:] if "=" in argument)
-    if os.environ.get("FAKE_VLLM") == "dies":
+    if MODE == "dies":
         sys.exit("no card")
     Server.model = options["served-model-name"]
     if int(options["port"]) > 1:

@@ -1,0 +1,111 @@
+"""A client that measures: streamed requests to an OpenAI server, several in flight, and when the tokens of each came.
+
+It asks for the usage in every chunk, by which it counts tokens: a chunk's text may hold none, or several.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from evals.served import answering, fetch, http_request
+from mk.errors import MkError
+
+ABOUT_S = 30.0  # that a server may take to say what it serves
+COUNTED = {"include_usage": True, "continuous_usage_stats": True}
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came of a request, and when, by this process's clock in seconds. arrivals: (time, tokens) of each chunk that
+    brought some. cached: prompt tokens that the server had already, None where it does not say."""
+
+    sent: float
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    prompt_tokens: int = 0
+    tokens: int = 0
+    cached: int | None = None
+    text: str = ""
+
+    def take(self, chunk: Mapping[str, Any], now: float) -> None:
+        """Raises MkError for a chunk that tells of an error."""
+        if "error" in chunk:
+            raise MkError(f"the answer broke off: {str(chunk['error'])[:300]}")
+        for choice in chunk.get("choices", ()):
+            said = choice.get("delta") or choice
+            self.text += said.get("reasoning") or said.get("reasoning_content") or ""
+            self.text += said.get("content") or said.get("text") or ""
+        usage = chunk.get("usage") or {}
+        self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
+        self.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", self.cached)
+        come = usage.get("completion_tokens", self.tokens) - self.tokens
+        if come > 0:
+            self.arrivals.append((now, come))
+            self.tokens += come
+
+
+class Client:
+    """Of one server. base_url: with /v1. timeout_s: between two signs of life of an answer."""
+
+    def __init__(self, base_url: str, timeout_s: float) -> None:
+        """Raises MkError where the server does not answer, or serves nothing."""
+        self.url, self._timeout_s = base_url.rstrip("/"), timeout_s
+        served = fetch(f"{self.url}/models", None, ABOUT_S).get("data")
+        if not isinstance(served, list) or not served:
+            raise MkError(f"{self.url}/models names no model")
+        self.model = str(served[0]["id"])
+
+    def ask(self, path: str, body: Mapping[str, Any]) -> Answer:
+        """One answer to its end. Raises MkError for one that does not come, or breaks off."""
+        url = self.url + path
+        asked = {"model": self.model, **body, "stream": True, "stream_options": COUNTED}
+        answer = Answer(time.perf_counter())
+        with answering(url), urllib.request.urlopen(http_request(url, asked), timeout=self._timeout_s) as reply:
+            for line in reply:
+                now = time.perf_counter()
+                if line.startswith(b"data: {"):
+                    answer.take(json.loads(line[6:]), now)
+                elif line.startswith(b"data: [DONE]"):
+                    return answer
+        raise MkError(f"{url}: the answer ended before [DONE]")
+
+    def drive(
+        self, path: str, bodies: Sequence[Mapping[str, Any]], parallel: int, done: Callable[[int], None]
+    ) -> list[Answer]:
+        """All answers, `parallel` requests in flight while there are as many: the next is sent when one has ended.
+
+        done: told how many have. Raises MkError as `ask` does, for the first that fails.
+        """
+        answers: list[Answer | None] = [None] * len(bodies)
+        waiting, ended, failures, lock = iter(range(len(bodies))), 0, list[BaseException](), threading.Lock()
+
+        def work() -> None:
+            nonlocal ended
+            while not failures:
+                with lock:
+                    number = next(waiting, None)
+                if number is None:
+                    return
+                try:
+                    answers[number] = self.ask(path, bodies[number])
+                except BaseException as error:
+                    failures.append(error)
+                    return
+                with lock:
+                    ended += 1
+                    done(ended)
+
+        # no ending process waits for them: a server may never answer
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(parallel, len(bodies)))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+        return [answer for answer in answers if answer is not None]

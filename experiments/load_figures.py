@@ -1,0 +1,112 @@
+"""Figures of a loaded server from the client's own timeline: for the run, and for who verifies it.
+
+Times between tokens are kept as how often each came about, in milliseconds of three digits: a workload has 100,000.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from experiments.load_client import Answer
+from mk.rows import Row
+
+S_DIGITS = 6
+GAP_DIGITS = 3  # significant
+
+
+def raw_load(answers: Sequence[Answer], asked: Sequence[int], parallel: int) -> dict[str, Any]:
+    """asked: tokens of each answer. A gap is between two chunks, shared evenly by the tokens that the later brought."""
+    gaps: Counter[float] = Counter()
+    for answer in answers:
+        for (before, _), (now, tokens) in pairwise(answer.arrivals):
+            gaps[float(f"{(now - before) * 1e3 / tokens:.{GAP_DIGITS}g}")] += tokens
+    begun = min(answer.sent for answer in answers)
+
+    def since(times: Sequence[float]) -> list[float]:
+        return [round(time - begun, S_DIGITS) for time in times]
+
+    return {
+        "kind": "load",
+        "parallel": parallel,
+        "asked": list(asked),
+        "tokens": [answer.tokens for answer in answers],
+        "prompt_tokens": [answer.prompt_tokens for answer in answers],
+        "sent_s": since([answer.sent for answer in answers]),
+        "first_s": since([answer.arrivals[0][0] for answer in answers]),
+        "last_s": since([answer.arrivals[-1][0] for answer in answers]),
+        "first_tokens": [answer.arrivals[0][1] for answer in answers],
+        "gap_ms": sorted(gaps),
+        "gaps": [gaps[gap] for gap in sorted(gaps)],
+    }
+
+
+def base_of(raw: dict[str, Any]) -> dict[str, Any]:
+    """What another engine's raw data holds of the one that it is compared with."""
+    return {f"base_{name}": raw[name] for name in ("sent_s", "last_s", "tokens")}
+
+
+def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
+    """sent_s, first_s, last_s: when each request was sent, and had its first and its last token. asked, tokens: how
+    many it was to generate, and did, by the server's usage; first_tokens: in its first chunk. gap_ms: times between
+    tokens, of which there were `gaps`. base_*: the same of the engine that this one is compared with.
+
+    Raises ValueError for another engine that did not generate the same number of tokens for each request.
+    """
+    sent, first, last = (np.array(raw[name]) for name in ("sent_s", "first_s", "last_s"))
+    tokens, to_first = np.array(raw["tokens"]), (first - sent) * 1e3
+    wall_s = wall_of(raw)
+    later = tokens - np.array(raw["first_tokens"])
+    after = ((last - first) * 1e3)[later > 0] / later[later > 0]
+    found: dict[str, Any] = {
+        "answers": len(sent),
+        "usage_prompt_tokens": sum(raw["prompt_tokens"]),
+        "usage_completion_tokens": sum(raw["tokens"]),
+        "wall_s": wall_s,
+        "tok_s": sum(raw["tokens"]) / wall_s,
+        "ttft_ms": float(np.median(to_first)),
+        "ttft_p99_ms": float(np.percentile(to_first, 99)),
+        "active_batch": float((last - first).sum() / covered(raw["first_s"], raw["last_s"])),
+        "checks": {
+            "tokens_as_asked": raw["tokens"] == raw["asked"],
+            "in_flight_as_asked": most_at_once(raw["sent_s"], raw["last_s"]) <= raw["parallel"],
+        },
+    }
+    if raw["gaps"]:
+        found |= {f"itl_p{p}_ms": percentile(raw["gap_ms"], raw["gaps"], p) for p in (50, 99)}
+        found |= {"itl_most_ms": raw["gap_ms"][-1], "tpot_ms": float(np.median(after))}
+    if "base_tokens" in raw:
+        if raw["base_tokens"] != raw["tokens"]:
+            raise ValueError("the engines did not generate as many tokens")
+        found["ratio"] = wall_s / wall_of({name.removeprefix("base_"): raw[name] for name in raw if "base_" in name})
+    return found
+
+
+def wall_of(raw: dict[str, Any]) -> float:
+    """Seconds from the first request to the last token."""
+    return float(max(raw["last_s"]) - min(raw["sent_s"]))
+
+
+def covered(begun: Sequence[float], ended: Sequence[float]) -> float:
+    """Seconds in which at least one of the spans lasts; never 0."""
+    total, until = 0.0, -np.inf
+    for begin, end in sorted(zip(begun, ended, strict=True)):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return max(total, 10.0**-S_DIGITS)
+
+
+def most_at_once(begun: Sequence[float], ended: Sequence[float]) -> int:
+    """Spans that overlap at any time; one that begins as another ends does not."""
+    changes = sorted([*((end, -1) for end in ended), *((begin, 1) for begin in begun)])
+    return int(np.cumsum([change for _, change in changes]).max())
+
+
+def percentile(values: Sequence[float], counts: Sequence[int], percent: float) -> float:
+    """The smallest of the ascending values that so many percent of all lie at or below."""
+    reached = np.searchsorted(np.cumsum(counts), percent / 100 * sum(counts))
+    return float(values[min(int(reached), len(values) - 1)])
