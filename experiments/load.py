@@ -36,12 +36,13 @@ def bodies(workload: Workload, vocab: int, seed: int, sampling: SamplingParams) 
 
 
 def warming(workload: Workload, vocab: int, seed: int, parallel: int) -> list[dict[str, Any]]:
-    """Requests that end one after the other, at contexts as long as the longest of the workload: an engine compiles
-    and lowers what it has not met yet, batch size by batch size."""
+    """Requests for what an engine compiles or lowers when it meets it first: batch by batch, as they end one after the
+    other, contexts as long as the workload's longest; then a prompt as long as the workload's."""
     longest = longest_of(workload, seed)
     rng = np.random.default_rng([seed, workload.prompt, 1])
     tokens = [min(WARM_TOKENS * (row + 1), longest - 1) for row in range(parallel)]
-    return [request(rng, longest - more, more, vocab, SamplingParams()) for more in tokens]
+    shapes = [*((longest - more, more) for more in tokens), (workload.prompt, 1)]
+    return [request(rng, *shape, vocab, SamplingParams()) for shape in shapes]
 
 
 def longest_of(workload: Workload, seed: int) -> int:

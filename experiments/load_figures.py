@@ -17,6 +17,7 @@ from mk.rows import Row
 
 S_DIGITS = 6
 GAP_DIGITS = 3  # significant
+COUNTS = ("tokens", "prompt_tokens")  # of each request, in which engines agree that are compared
 
 
 def raw_load(answers: Sequence[Answer], asked: Sequence[int], parallel: int) -> dict[str, Any]:
@@ -36,6 +37,7 @@ def raw_load(answers: Sequence[Answer], asked: Sequence[int], parallel: int) -> 
         "asked": list(asked),
         "tokens": [answer.tokens for answer in answers],
         "prompt_tokens": [answer.prompt_tokens for answer in answers],
+        "cached": [answer.cached for answer in answers],
         "sent_s": since([answer.sent for answer in answers]),
         "first_s": since([answer.arrivals[0][0] for answer in answers]),
         "last_s": since([answer.arrivals[-1][0] for answer in answers]),
@@ -47,15 +49,21 @@ def raw_load(answers: Sequence[Answer], asked: Sequence[int], parallel: int) -> 
 
 def base_of(raw: dict[str, Any]) -> dict[str, Any]:
     """What another engine's raw data holds of the one that it is compared with."""
-    return {f"base_{name}": raw[name] for name in ("sent_s", "last_s", "tokens")}
+    return {f"base_{name}": raw[name] for name in ("sent_s", "last_s", *COUNTS)}
+
+
+def as_many(raw: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether each request took and generated as many tokens as the other engine's."""
+    return all(raw[name] == other[name] for name in COUNTS)
 
 
 def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
     """sent_s, first_s, last_s: when each request was sent, and had its first and its last token. asked, tokens: how
-    many it was to generate, and did, by the server's usage; first_tokens: in its first chunk. gap_ms: times between
-    tokens, of which there were `gaps`. base_*: the same of the engine that this one is compared with.
+    many it was to generate, and did, by the server's usage; first_tokens: in its first chunk. cached: prompt tokens of
+    each that the server had already, null where it does not say. gap_ms: times between tokens, of which there were
+    `gaps`. base_*: the same of the engine that this one is compared with.
 
-    Raises ValueError for another engine that did not generate the same number of tokens for each request.
+    Raises ValueError for another engine whose requests did not take and generate as many tokens.
     """
     sent, first, last = (np.array(raw[name]) for name in ("sent_s", "first_s", "last_s"))
     tokens, to_first = np.array(raw["tokens"]), (first - sent) * 1e3
@@ -79,10 +87,13 @@ def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
     if raw["gaps"]:
         found |= {f"itl_p{p}_ms": percentile(raw["gap_ms"], raw["gaps"], p) for p in (50, 99)}
         found |= {"itl_most_ms": raw["gap_ms"][-1], "tpot_ms": float(np.median(after))}
+    if None not in raw["cached"]:
+        found["hit_tokens"] = sum(raw["cached"])
     if "base_tokens" in raw:
-        if raw["base_tokens"] != raw["tokens"]:
-            raise ValueError("the engines did not generate as many tokens")
-        found["ratio"] = wall_s / wall_of({name.removeprefix("base_"): raw[name] for name in raw if "base_" in name})
+        base = {name.removeprefix("base_"): raw[name] for name in raw if name.startswith("base_")}
+        if not as_many(raw, base):
+            raise ValueError("the engines did not take and generate as many tokens")
+        found["ratio"] = wall_s / wall_of(base)
     return found
 
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from evals.served import fetch
 from experiments import vllm_serve
 from experiments.baselines.vllm_process import find, parse_log
@@ -30,7 +32,7 @@ from mk.config import Config
 from mk.errors import MkError
 from mk.model.random_weights import RandomWeights
 from mk.rows import dtype_of
-from mk.server.launch import listen
+from mk.server.launch import API_KEY, listen
 from mk.sources import ROOT
 
 STOP_S = 20.0  # that a server may take to end its processes before they are killed
@@ -59,6 +61,7 @@ def our_server(cfg: Config, log: Path, timeout_s: float) -> Iterator[Running]:
         config.write_text(to_yaml(served))
         command = [sys.executable, "-m", "experiments.serve", str(config)]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        env.pop(API_KEY, None)  # anybody may ask it here
         with _process("our server", command, env, log, served, timeout_s, "experiment.start_s=<more>") as url:
             about = fetch(f"{url}/version", None, ABOUT_S)
             engine, build_hash = str(about["engine"]), about["build_hash"]
@@ -103,7 +106,7 @@ def _on_a_free_port(cfg: Config) -> Config:
 
 def _geometry(cfg: Config, folder: Path) -> Path:
     """`folder`, with all of a model in it but its weights."""
-    source = open_weights(cfg, "cpu")
+    source = open_weights(cfg, torch.device("cpu"))
     assert isinstance(source, RandomWeights)
     source.write_folder(folder)
     return folder

@@ -351,23 +351,46 @@ class Workload:
 
 
 @dataclass(slots=True)
-class Serving:
+class Servers:
+    """Of every experiment that measures servers from a client's side."""
+
     name: str
-    workloads: list[str]  # of those below, in this order
-    fixed: Workload
-    aime: Workload
-    seed: int  # of prompts and lengths
+    seed: int  # of what the client makes up
     base_url: str | None  # of a server, which is then measured in the place of ours and vLLM's
     start_s: float  # that our server may take to start
     timeout_s: float  # between two signs of life of an answer
 
     def __post_init__(self) -> None:
+        for key in ("start_s", "timeout_s"):
+            require_at_least(f"experiment.{key}", getattr(self, key), 1)
+
+
+@dataclass(slots=True)
+class Serving(Servers):
+    workloads: list[str]  # of those below, in this order
+    fixed: Workload
+    aime: Workload
+
+    def __post_init__(self) -> None:
+        Servers.__post_init__(self)
         if not self.workloads:
             raise MkError("experiment.workloads is empty", hint="'experiment.workloads=[fixed]'")
         for workload in self.workloads:
             require_one_of("experiment.workloads", workload, ("fixed", "aime"))
-        for key in ("start_s", "timeout_s"):
-            require_at_least(f"experiment.{key}", getattr(self, key), 1)
+
+
+@dataclass(slots=True)
+class AgentTrial(Servers):
+    agent: str  # replay: of a recorded conversation
+    trace: str  # its file
+    scale: float  # share of the recorded tokens that each turn generates
+    warm: int  # tokens of the prompt that is sent before
+
+    def __post_init__(self) -> None:
+        Servers.__post_init__(self)
+        require_one_of("experiment.agent", self.agent, ("replay",))
+        require_at_least("experiment.scale", self.scale, 0)
+        require_at_least("experiment.warm", self.warm, 1)
 
 
 @dataclass(slots=True)

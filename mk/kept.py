@@ -121,6 +121,11 @@ SET_BY_EXPERIMENT: dict[str, Callable[[Row, Mapping[str, Any], Mapping[str, Any]
         "context": [[own[name]["prompt"]] * row.batch for name in own["workloads"]],
         **({"model": [row.model]} if own["base_url"] else {}),
     },
+    "agent_trial": lambda row, own, config: {
+        "batch": [1],
+        "context": [row.context],  # of the longest prompt, as the server counted it
+        **({"model": [row.model]} if own["base_url"] else {}),
+    },
     "schedule_search": lambda row, own, config: {"routing": [config["routing"]["name"], *ROUTINGS]},
     "simulator_accuracy": lambda row, own, config: {"batch": [row.batch]},  # of the rows that it reads
     "accuracy": lambda row, own, config: {  # which is given texts, and no more rows than those

@@ -35,6 +35,7 @@ COPIED = {  # raw data of a row with a ratio: what of the other row it is a copy
     "base_sent_s": "sent_s",
     "base_last_s": "last_s",
     "base_tokens": "tokens",
+    "base_prompt_tokens": "prompt_tokens",
 }
 SEARCHED = 200  # commits in which sources of an unnamed one are looked for
 

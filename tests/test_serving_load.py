@@ -75,7 +75,8 @@ def test_every_engine_is_asked_the_same_and_warmed_with_something_else() -> None
     assert load.digest(asked) != load.digest(load.bodies(workload, 1000, 4, SamplingParams(1.0, top_p=0.9)))
     assert len({tuple(body["prompt"]) for body in asked}) == 6 and all(len(body["prompt"]) == 12 for body in asked)
     assert all(body["ignore_eos"] and body["top_p"] == 0.9 and "top_k" not in body for body in asked)
-    warm = load.warming(workload, 1000, 3, 4)
+    *warm, short = load.warming(workload, 1000, 3, 4)
+    assert (len(short["prompt"]), short["max_tokens"]) == (12, 1)
     totals = {len(body["prompt"]) + body["max_tokens"] for body in warm}
     assert totals == {load.longest_of(workload, 3)} == {12 + max(body["max_tokens"] for body in asked)}
     assert len({body["max_tokens"] for body in warm}) == 4  # so they end one after the other
@@ -112,7 +113,7 @@ def test_verdicts_fail() -> None:
     raw = two_answers()
     assert not figures(NO_ROW, raw | {"asked": [5, 3]})["checks"]["tokens_as_asked"]
     assert not figures(NO_ROW, raw | {"parallel": 1})["checks"]["in_flight_as_asked"]
-    with pytest.raises(ValueError, match="as many tokens"):
+    with pytest.raises(ValueError, match="did not take and generate as many tokens"):
         figures(NO_ROW, raw | base_of(raw | {"tokens": [5, 3]}))
     slow = {"last_s": [1.0, 4.0]}
     assert figures(NO_ROW, raw | slow | base_of(raw))["ratio"] == pytest.approx(2.0)
@@ -228,7 +229,7 @@ def test_no_ratio_between_runs_of_other_tokens(
     status, rows = run(tmp_path, "weights=checkpoint", f"baseline.vllm.site={SITE}", "experiment.workloads=[fixed]")
     assert status == 1 and rows[1].ratio is None and not rows[1].checks["tokens_as_asked"]
     assert rows[0].checks["tokens_as_asked"] and rows[1].same_weights is None
-    assert "no ratio, the engines did not generate as many tokens" in capsys.readouterr().out
+    assert "no ratio, the engines did not take and generate as many tokens" in capsys.readouterr().out
 
 
 def test_a_vllm_that_fails_fails_the_run_but_not_our_rows(

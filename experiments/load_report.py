@@ -1,0 +1,129 @@
+"""Rows of loaded servers, a table of them, and the ratio of one engine to another that generated as much."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from experiments.baselines import vllm_process
+from experiments.load_client import Answer, Client
+from experiments.load_figures import as_many, base_of, raw_load
+from experiments.server_process import Running, our_server, vllm_server
+from mk.config import Config
+from mk.engines import require_engine
+from mk.errors import MkError
+from mk.rows import Row
+from mk.runs import RunFolder
+
+BAR = 1.25  # ours by vLLM's average decode throughput, of requests that run beside each other
+Measure = Callable[["Engine"], None]
+
+
+class Engine:
+    """A server that runs, its client, and the rows of this run so far. Lives as long as the server does."""
+
+    def __init__(self, cfg: Config, run: RunFolder, running: Running, rows: list[Row]) -> None:
+        self.client = Client(running.base_url, cfg.experiment.timeout_s)
+        self.name = str(running.fields["engine"])
+        self._run, self._running, self._rows = run, running, rows
+        self._named = cfg.experiment.base_url is not None
+
+    def append(self, answers: Sequence[Answer], asked: Sequence[int], parallel: int, card: Any, **fields: Any) -> Row:
+        """Writes and prints the row of a workload. asked: tokens of each answer. card: its state before and after."""
+        raw = raw_load(answers, asked, parallel) | {"card": card, "log": self._running.lines}
+        base = next((row for row in self._rows if row.workload == fields["workload"]), None)
+        if base is not None and as_many(raw, self._run.raw_of(base)):
+            raw |= base_of(self._run.raw_of(base))
+            fields["ratio_to"] = base.digest
+        if self._named:
+            fields["model"] = self.client.model
+        row = self._run.append_row(self._run.measured(raw, **self._running.fields, **fields), raw)
+        self._rows.append(row)
+        print(line(row), flush=True)
+        return row
+
+
+def measure_engines(cfg: Config, run: RunFolder, missing: str | None, measure: Measure) -> int:
+    """Has each configured server started, measured and stopped, and prints a table. missing: of `vllm_missing`.
+
+    Returns the exit status: 1 where a check failed, or vLLM did.
+    """
+    rows: list[Row] = []
+    notes = []
+    for name, start in _servers(cfg, run, missing is None).items():
+        try:
+            with start() as running:
+                measure(Engine(cfg, run, running, rows))
+        except MkError as error:
+            if name != "vLLM":
+                raise
+            notes.append(f"vLLM: {error}")
+    print("\n".join(["", table(rows), *notes, *filter(None, [missing]), f"run folder: {run.path}"]))
+    return int(bool(notes) or not all(all(row.checks.values()) for row in rows))
+
+
+def check_engines(cfg: Config) -> str | None:
+    """A line on how to install vLLM where it is wanted and not configured.
+
+    Raises MkError for an engine that cannot run here, and a vLLM that is configured and not there.
+    """
+    if cfg.experiment.base_url is not None:
+        return None
+    require_engine(cfg, cfg.server.slots)
+    try:
+        if cfg.baseline.vllm is not None:
+            vllm_process.find(cfg.baseline.vllm)
+    except vllm_process.Missing as error:
+        return f"vLLM is missing: {error}; to install it: {error.hint}"
+    return None
+
+
+def _servers(cfg: Config, run: RunFolder, vllm: bool) -> dict[str, Callable[[], AbstractContextManager[Running]]]:
+    """How to start each; nothing is yet."""
+    settings = cfg.experiment
+    if settings.base_url is not None:
+        return {"served": lambda: _named_server(settings.base_url)}
+    found = {"ours": lambda: our_server(cfg, run.path / "server.log", settings.start_s)}
+    if vllm and cfg.baseline.vllm is not None:
+        found["vLLM"] = lambda: vllm_server(cfg, run.path / "vllm.log")
+    return found
+
+
+@contextlib.contextmanager
+def _named_server(base_url: str) -> Iterator[Running]:
+    """One that runs already, and does not say what it computes with."""
+    yield Running(base_url, {"engine": "served", "dtype": "unknown"})
+
+
+def line(row: Row) -> str:
+    """Of the table."""
+    shown = (row.tok_s, row.ttft_ms, row.ttft_p99_ms, row.itl_p50_ms, row.itl_p99_ms, row.tpot_ms, row.active_batch)
+    cells = "".join(f"{'-' if value is None else f'{value:.2f}':>10}" for value in shown)
+    hits = "-" if row.hit_tokens is None else str(row.hit_tokens)
+    counts = f"{row.wall_s:9.1f}{row.usage_prompt_tokens:9}{hits:>9}{row.usage_completion_tokens:9}"
+    failed = [name for name, passed in row.checks.items() if not passed]
+    return f"{row.workload:16}{row.engine:12}{counts}{cells}" + f"  FAILED: {', '.join(failed)}" * bool(failed)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line a workload and engine, what follows from two of them, and what vLLM settled on."""
+    heads = ("tokens/s", "TTFT ms", "p99", "ITL ms", "p99", "TPOT ms", "active")
+    counts = f"{'wall s':>9}{'prompt':>9}{'cached':>9}{'tokens':>9}"
+    lines = [f"{'workload':16}{'engine':12}{counts}" + "".join(f"{head:>10}" for head in heads)]
+    rows = sorted(rows, key=lambda row: [each.workload for each in rows].index(row.workload))
+    lines += [line(row) for row in rows]
+    theirs = [row for row in rows if row.engine == "vllm"]
+    for row in theirs:
+        if row.ratio is None:
+            lines.append(f"{row.workload}: no ratio, the engines did not take and generate as many tokens")
+            continue
+        verdict = f", {'' if row.ratio >= BAR else 'NOT '}at least {BAR}" if row.agent is None else ""
+        lines.append(f"{row.workload}: {row.ratio:.3f} x vLLM's tokens a second{verdict}")
+    if theirs:
+        names = ("version", "attention_backend", "moe_backend", "moe_table", "graph_mode", "compile_mode")
+        said = ", ".join(f"{name} {getattr(theirs[0], name) or 'not said'}" for name in names)
+        weights = f"{theirs[0].weights}{', alike' if theirs[0].same_weights is False else ', the same'}"
+        lines.append(f"vLLM: {said}; weights: {weights}")
+    return "\n".join(lines)
