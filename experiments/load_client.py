@@ -33,14 +33,17 @@ class Answer:
     text: str = ""
 
     def take(self, chunk: Mapping[str, Any], now: float) -> None:
-        """Raises MkError for a chunk that tells of an error."""
+        """Raises MkError for a chunk that tells of an error, or does not say how many tokens there are."""
         if "error" in chunk:
             raise MkError(f"the answer broke off: {str(chunk['error'])[:300]}")
+        usage, text = chunk.get("usage") or {}, ""
         for choice in chunk.get("choices", ()):
             said = choice.get("delta") or choice
-            self.text += said.get("reasoning") or said.get("reasoning_content") or ""
-            self.text += said.get("content") or said.get("text") or ""
-        usage = chunk.get("usage") or {}
+            text += said.get("reasoning") or said.get("reasoning_content") or ""
+            text += said.get("content") or said.get("text") or ""
+        if text and not usage:
+            raise MkError("the server does not count tokens as they come: it knows no continuous_usage_stats")
+        self.text += text
         self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
         self.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", self.cached)
         come = usage.get("completion_tokens", self.tokens) - self.tokens
@@ -71,8 +74,12 @@ class Client:
                 if line.startswith(b"data: {"):
                     answer.take(json.loads(line[6:]), now)
                 elif line.startswith(b"data: [DONE]"):
-                    return answer
-        raise MkError(f"{url}: the answer ended before [DONE]")
+                    break
+            else:
+                raise MkError(f"{url}: the answer ended before [DONE]")
+        if not answer.arrivals:
+            raise MkError(f"{url}: an answer without tokens")
+        return answer
 
     def drive(
         self, path: str, bodies: Sequence[Mapping[str, Any]], parallel: int, done: Callable[[int], None]

@@ -81,7 +81,7 @@ def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
         "active_batch": float((last - first).sum() / covered(raw["first_s"], raw["last_s"])),
         "checks": {
             "tokens_as_asked": raw["tokens"] == raw["asked"],
-            "in_flight_as_asked": most_at_once(raw["sent_s"], raw["last_s"]) <= raw["parallel"],
+            "in_flight_within_batch": most_at_once(raw["sent_s"], raw["last_s"]) <= raw["parallel"],
         },
     }
     if raw["gaps"]:

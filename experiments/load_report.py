@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -46,7 +47,7 @@ class Engine:
 
 
 def measure_engines(cfg: Config, run: RunFolder, missing: str | None, measure: Measure) -> int:
-    """Has each configured server started, measured and stopped, and prints a table. missing: of `vllm_missing`.
+    """Has each configured server started, measured and stopped, and prints a table. missing: of `check_engines`.
 
     Returns the exit status: 1 where a check failed, or vLLM did.
     """
@@ -87,7 +88,9 @@ def _servers(cfg: Config, run: RunFolder, vllm: bool) -> dict[str, Callable[[], 
         return {"served": lambda: _named_server(settings.base_url)}
     found = {"ours": lambda: our_server(cfg, run.path / "server.log", settings.start_s)}
     if vllm and cfg.baseline.vllm is not None:
-        found["vLLM"] = lambda: vllm_server(cfg, run.path / "vllm.log")
+        plain = dataclasses.replace(cfg.baseline.vllm, reasoning_parser=None)  # a parser keeps chunks back
+        theirs = dataclasses.replace(cfg, baseline=dataclasses.replace(cfg.baseline, vllm=plain))
+        found["vLLM"] = lambda: vllm_server(theirs, run.path / "vllm.log")
     return found
 
 

@@ -1,7 +1,7 @@
 """Servers in processes of their own, for as long as somebody asks them: ours, and vLLM's over the same model.
 
-Each has a client's machine time to itself: nothing of ours runs in the process that measures. Random weights are the
-same for both: vLLM starts on dummies of the geometry, and its worker then makes ours in their place.
+Neither shares a process with the client that measures it. Random weights are the same for both: vLLM starts on dummies
+of the geometry, and its worker then makes ours in their place.
 """
 
 from __future__ import annotations

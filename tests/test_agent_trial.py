@@ -126,7 +126,6 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, says: str) -> No
 def test_its_configuration_is_the_full_model_on_a_card_beside_vllm() -> None:
     cfg = load_config(["experiment=agent_trial", "agent=replay"])
     assert (cfg.model.preset, cfg.engine.name, cfg.baseline.name) == ("north_mini_code", "cuda", "vllm")
-    assert cfg.baseline.vllm is not None and cfg.baseline.vllm.reasoning_parser is None
     assert Path(cfg.experiment.trace).resolve() == BUNDLED.resolve() and cfg.experiment.scale == 1
     with pytest.raises(MkError, match="experiment.agent=human is not one of replay"):
         load_config(["experiment=agent_trial", "agent=human"])

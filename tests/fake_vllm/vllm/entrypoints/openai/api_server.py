@@ -47,8 +47,9 @@ class Server(BaseHTTPRequestHandler):
         self.reply(json.dumps({"results": [said]}).encode())
 
     def stream(self, asked):
+        assert not any(argument.startswith("--reasoning-parser") for argument in sys.argv)  # it keeps chunks back
         assert asked["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
-        tokens = asked["max_tokens"] - (MODE == "short")
+        tokens = max(1, asked["max_tokens"] - (MODE == "short"))
         prompt = len(asked.get("prompt", "")) or sum(len(str(each)) for each in asked["messages"])
         self.send_response(200)
         self.end_headers()
