@@ -4,7 +4,8 @@
     python -m mk.results verify              make verify-results
 
 `results/<card>/<ID>/` holds rows.jsonl, raw.jsonl, config.yaml, and configs/ of a run of several. Files of schema 1 lie
-flat beside those folders: they have no raw data, are listed as such, and only what needs none is checked of them.
+flat beside those folders: they have no raw data, are listed as such, and only what needs none is checked of them, and
+that they are the files that mk/old_rows.py knows.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 from mk.errors import MkError
 from mk.kept import card_of, config_problems, published, read_configs
+from mk.old_rows import sum_problems
 from mk.readme_figures import check_readme
 from mk.recompute import different
 from mk.rows import Row, read_raw, read_rows
@@ -212,8 +214,10 @@ def verify(results: Path, readme: Path, root: Path = ROOT) -> tuple[list[str], l
     files = set(results.rglob("*.jsonl"))
     flat = sorted(results.glob("*/*.jsonl"))
     folders = sorted(path for path in results.glob("*/*") if path.is_dir())
+    old: set[str] = set()
     for path in flat:
-        problems += _verify_flat(path, path.relative_to(results).as_posix(), kept, notes, root)
+        problems += _verify_flat(path, path.relative_to(results).as_posix(), kept, old, notes, root)
+    problems += sum_problems(results, old)
     for folder in folders:
         problems += _verify_folder(folder, folder.relative_to(results).as_posix(), kept, root)
     known = {*flat, *(folder / name for folder in folders for name in KEPT)}
@@ -222,8 +226,10 @@ def verify(results: Path, readme: Path, root: Path = ROOT) -> tuple[list[str], l
     return problems + wrong, notes + unknown
 
 
-def _verify_flat(path: Path, name: str, kept: list[Row], notes: list[str], root: Path) -> Iterable[str]:
-    """Of a file of rows that are older than raw data; adds its rows, and a note on them."""
+def _verify_flat(
+    path: Path, name: str, kept: list[Row], older: set[str], notes: list[str], root: Path
+) -> Iterable[str]:
+    """Of a file of rows that are older than raw data; adds its rows, its name, and a note on them."""
     try:
         rows = read_rows(path)
     except MkError as error:
@@ -232,6 +238,8 @@ def _verify_flat(path: Path, name: str, kept: list[Row], notes: list[str], root:
         return [f"{name} has no rows"]
     kept += rows
     old = Counter(row.schema for row in rows if row.schema < 2)
+    if old:
+        older.add(name)
     notes += [f"{name}: {count} rows of schema {schema}, which have no raw data" for schema, count in old.items()]
     new = [number for number, row in enumerate(rows, start=1) if row.schema >= 2]
     alone = [f"{name}:{number}: is kept in no folder of its run with raw data: make promote" for number in new]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 import warnings
@@ -18,6 +19,7 @@ from mk.compose import load_config
 from mk.errors import MkError
 from mk.kept import hash_of, host_free, model_name
 from mk.model.geometry import PRESETS
+from mk.old_rows import SUMS
 from mk.readme_figures import check_readme
 from mk.recompute import KINDS, different, function_of
 from mk.roofline import uniform_experts
@@ -394,16 +396,35 @@ def test_every_kind_of_raw_data_that_is_written_has_its_function() -> None:
     assert len({function_of(kind) for kind in KINDS}) == len(KINDS)
 
 
-def test_old_rows_are_listed_as_such(repository: Path) -> None:
-    folder = repository / "results" / "h200"
+def old_rows(root: Path) -> Path:
+    """A file of two rows of schema 1, with its line in the list of such files."""
+    folder = root / "results" / "h200"
     folder.mkdir(parents=True)
-    row = dataclasses.replace(
-        read_rows(made(repository).path / "rows.jsonl")[0], schema=1, digest=None, raw_sha256=None
-    )
-    (folder / "old.jsonl").write_text(row.line())
+    row = dataclasses.replace(read_rows(made(root).path / "rows.jsonl")[0], schema=1, digest=None, raw_sha256=None)
+    (folder / "old.jsonl").write_text(row.line() * 2)
+    digest = hashlib.sha256((folder / "old.jsonl").read_bytes()).hexdigest()
+    (root / "results" / SUMS).write_text(f"# of old rows\n{digest}  h200/old.jsonl\n")
+    return folder / "old.jsonl"
+
+
+def test_old_rows_are_listed_as_such(repository: Path) -> None:
+    old_rows(repository)
     (repository / "README.md").write_text("")
     wrong, notes = results.verify(repository / "results", repository / "README.md", repository)
-    assert not wrong and notes == ["h200/old.jsonl: 1 rows of schema 1, which have no raw data"]
+    assert not wrong and notes == ["h200/old.jsonl: 2 rows of schema 1, which have no raw data"]
+
+
+def test_old_rows_that_were_edited_added_or_dropped_do_not_stand(repository: Path) -> None:
+    path = old_rows(repository)
+    text = path.read_text()
+    edit(path, 0, lambda values: values | {"p50_ms": values["p50_ms"] * 0.999})
+    assert [problem.split(":")[0] for problem in problems(repository)] == ["h200/old.jsonl is not as it was kept"]
+    path.write_text(text)
+    (path.parent / "more.jsonl").write_text(text)
+    assert problems(repository) == [f"h200/more.jsonl holds rows of schema 1 and {SUMS} has no line for it"]
+    (path.parent / "more.jsonl").unlink()
+    path.unlink()
+    assert problems(repository) == [f"{SUMS} names h200/old.jsonl, where no rows of schema 1 are"]
 
 
 TABLE = """
