@@ -9,7 +9,7 @@ VENV := .venv/bin/python
 ASKED := $(if $(filter-out file undefined default,$(origin TORCH) $(origin PIP_ARGS)),--asked)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run serve test test-agents soak lint eval promote verify-results sanitize clean
+.PHONY: help setup run serve test test-agents test-browser soak lint eval promote verify-results figures sanitize clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s%s\n", $$1, $$2}' Makefile
@@ -40,6 +40,10 @@ test-agents: setup ## OpenCode and Cline (npm), Aider, LangChain and lm_eval aga
 	build/agents/langchain/bin/pip install -q langchain-openai==1.7.4; }
 	@$(VENV) -m pytest tests/test_agents.py tests/test_serving_lm_eval.py -q -rs $(ARGS)
 
+test-browser: setup ## the report of results/ in a headless Chromium, which must be installed
+	@$(VENV) -m pip install -q --disable-pip-version-check -c constraints.txt playwright
+	@BROWSER=1 $(VENV) -m pytest tests/test_browser.py -q -rs $(ARGS)
+
 soak: setup ## 2,000 mixed requests to a scripted model, 120 to the interpreter, a third of them broken off, twice
 	@SOAK=10 $(VENV) -m pytest tests/test_soak.py -q -n auto --maxprocesses 4 --dist worksteal --timeout 3600 $(ARGS)
 
@@ -58,6 +62,9 @@ promote: setup ## keep runs: make promote run=ID[,ID...] copies rows, raw data a
 
 verify-results: setup ## compute every kept row, and the README's figures, from the raw data again
 	@$(VENV) -m mk.results verify
+
+figures: setup ## draw results/figures/ and results/report.html from the kept rows
+	@$(VENV) -m mk.report
 
 sanitize: setup ## memcheck and racecheck over the kernel, on a Hopper GPU
 	@$(VENV) run.py experiment=sanitize $(ARGS)

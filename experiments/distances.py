@@ -11,7 +11,6 @@ from torch import Tensor
 from mk.errors import MkError
 from mk.model.geometry import Geometry
 
-BAR = 1.5  # times transformers' distance
 LEAST_STD = 3.0  # of attention's scores: nearer to zero, attention is an average and a wrong one hides
 
 

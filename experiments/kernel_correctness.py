@@ -1,9 +1,10 @@
 """Measure every layer's contributions against float32, beside transformers in bfloat16, and look for needle keys.
 
 A layer gets the same bf16 input, bf16 history and expert ids in three arms (`experiments/layer_arms.py`); attention and
-FFN are measured apart, before they are added to the residual. The kernel may be at most `BAR` times as far from float32
-as transformers' own layer. History is noise whose scores have the standard deviation `logit_std`: with scores near zero
-attention would be an average, and a wrong one would hide. Then single keys must be returned (`experiments/needles.py`).
+FFN are measured apart, before they are added to the residual. The kernel may be at most `DISTANCE_BAR` times as far
+from float32 as transformers' own layer. History is noise whose scores have the standard deviation `logit_std`: with
+scores near zero attention would be an average, and a wrong one would hide. Then single keys must be returned
+(`experiments/needles.py`).
 """
 
 from __future__ import annotations

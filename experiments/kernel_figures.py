@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.distances import BAR, LEAST_STD, figure, largest, number, read, worst_ratio
-from mk.rows import Row
+from experiments.distances import LEAST_STD, figure, largest, number, read, worst_ratio
+from mk.rows import DISTANCE_BAR, Row
 
 Errors = Sequence[tuple[float, float]]
 
@@ -39,7 +39,7 @@ def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
             f"{part}_error_bf16": figure(largest([rounded for _, rounded in errors])),
             f"{part}_ratio": figure(ratio),
         }
-        checks[f"{part}_within_bar"] = ratio <= BAR
+        checks[f"{part}_within_bar"] = ratio <= DISTANCE_BAR
     checks["needles_returned"] = raw["lost"] == 0
     if raw["logit_std"] is not None:
         checks["scores_are_sharp"] = raw["logit_std"] >= LEAST_STD

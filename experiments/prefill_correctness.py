@@ -1,10 +1,10 @@
 """Hold Triton's prefill against float32: every layer fed alike, then whole prompts, the step after them, and bits.
 
 A layer gets the same bf16 residual and expert ids in three arms, for prompts of every length: KV pages and what
-attention and FFN add are at most `BAR` times as far from float32 as transformers' own layer (`prefill_layers.py`), and
-needles are found where they are in sight (`prefill_needles.py`). Of random weights that residual is noise: through many
-layers their tokens grow alike, and attention's scores flat. Of a checkpoint it is what its layers make.
-Whole prompts (`prefill_prompts.py`) are compared after the last layer.
+attention and FFN add are at most `DISTANCE_BAR` times as far from float32 as transformers' own layer
+(`prefill_layers.py`), and needles are found where they are in sight (`prefill_needles.py`). Of random weights that
+residual is noise: through many layers their tokens grow alike, and attention's scores flat. Of a checkpoint it is what
+its layers make. Whole prompts (`prefill_prompts.py`) are compared after the last layer.
 """
 
 from __future__ import annotations

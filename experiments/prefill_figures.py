@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.distances import BAR, LEAST_STD, figure, largest, number, read, worst_ratio
+from experiments.distances import LEAST_STD, figure, largest, number, read, worst_ratio
 from experiments.kernel_checks import SLACK
-from mk.rows import Row
+from mk.rows import DISTANCE_BAR, Row
 
 PARTS = ("attention", "ffn", "keys", "values")
 GROUPS = {"attention": ("attention",), "ffn": ("ffn",), "kv": ("keys", "values")}  # of a row's fields
@@ -135,7 +135,7 @@ def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
 
 def verdicts(raw: Mapping[str, Any]) -> dict[str, bool]:
     """On prompts of one length. `complete`: whether all that was to be measured is in `raw`."""
-    passed = {f"{name}_within_bar": worst(raw, *parts).distance.ratio <= BAR for name, parts in GROUPS.items()}
+    passed = {f"{name}_within_bar": worst(raw, *parts).distance.ratio <= DISTANCE_BAR for name, parts in GROUPS.items()}
     passed["needles_returned"] = sum(raw["lost"]) == 0
     flips = [of for of in raw["flips"] if of is not None]
     if flips:
@@ -147,7 +147,7 @@ def verdicts(raw: Mapping[str, Any]) -> dict[str, bool]:
     if "logits" in raw:
         most = max(raw["noise"])  # one position's noise is a matter of luck
         for name in ("logits", "next_step"):
-            passed[f"{name}_within_bar"] = read(raw[name][0]) <= BAR * most
+            passed[f"{name}_within_bar"] = read(raw[name][0]) <= DISTANCE_BAR * most
     if raw.get("free_flips") is not None:
         passed["free_router_within_bfloat16"] = raw["free_flips"][0] <= raw["free_flips"][1] + SLACK
     passed |= raw.get("bits", {})

@@ -8,6 +8,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from mk.report.palette import PALE, SIMULATED
 from mk.rows import Row
 
 LABELS = ("round_robin", "row_owner", "configured", "greedy", "search")
@@ -41,12 +42,11 @@ def draw_ladder(rows: list[Row], path: Path, title: str) -> None:
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     panels = figure.subplots(1, len(batches), squeeze=False)[0]
-    colours = {"bytes_ms": "#1f4e9c", "zero_wait_ms": "#2e8b57", "busiest_ms": "#f2a33a", "dependencies_ms": "#8f2d1a"}
     for axes, batch in zip(panels, batches, strict=True):
         mine = [row for row in rows if row.batch == batch]
         places = range(len(mine))
-        axes.bar(places, [row.p50_ms for row in mine], color="#c8cdd6", width=0.7)
-        for name, colour in colours.items():
+        axes.bar(places, [row.p50_ms for row in mine], color=PALE, width=0.7)
+        for name, colour in SIMULATED.items():
             for place, row in zip(places, mine, strict=True):
                 low, high = place - 0.35, place + 0.35
                 label = BOUNDS[name] if place == 0 else None

@@ -1,10 +1,12 @@
-"""The README's tables and lists of measurements against the rows that they come from."""
+"""The README's measurements against the rows that they come from: its tables here, its lists in readme_bullets.py."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
 
+from mk.readme_bullets import bullet_problems
+from mk.report.kept_rows import Kept
 from mk.rows import Row
 
 # of a table that has a line a batch: the figures of one row of the kernel's, and of the baseline's beside it
@@ -22,8 +24,9 @@ BASELINE: dict[str, Callable[[Row], str]] = {
 }
 
 
-def check_readme(text: str, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+def check_readme(text: str, kept: Sequence[Kept]) -> tuple[list[str], list[str]]:
     """(figures that no row gives, columns that are not from rows)."""
+    rows = [of.row for of in kept]
     wrong: list[str] = []
     notes: list[str] = []
     for head, lines in tables(text):
@@ -34,52 +37,7 @@ def check_readme(text: str, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
             wrong += [problem for cells in lines for problem in _decode(dict(zip(head, cells, strict=True)), rows)]
         elif head[:2] == ["placement", "schedule"]:
             wrong += [problem for cells in lines for problem in _interpreter(head, cells, rows)]
-    return wrong + _bullets(text, rows), notes
-
-
-def _bullets(text: str, rows: Sequence[Row]) -> list[str]:
-    """Milliseconds in the bullets that begin with an experiment's name."""
-    bullets = dict(re.findall(r"^\* `(\w+)`(.*?)(?=^\* |^#|\Z)", text, flags=re.M | re.S))
-    said: list[tuple[str, str, Callable[[Row], bool]]] = []
-    for ms, keys in re.findall(r"([\d.]+)(?:\s+ms a step)?\s+at\s+(\d+)K", bullets.get("context_sweep", "")):
-        said.append((f"context_sweep, {keys}K keys", ms, _at(1, round_keys=int(keys))))
-    orders = re.findall(r"`(\w+)`\s+(\d+\.\d+)\s+and\s+(\d+\.\d+)", bullets.get("plan_ablation", ""))
-    for order, *both in orders:
-        for batch, ms in zip((1, 8), both, strict=True):
-            said.append((f"wave_order {order}, batch {batch}", ms, _at(batch, order)))
-    for tokens, kilo, value, unit in re.findall(
-        r"(\d+)(K?)(?:\s+tokens\s+takes)?\s+([\d.]+)\s+(ms|s)\b", bullets.get("prefill_throughput", "")
-    ):
-        length = int(tokens) * (1024 if kilo else 1)
-        said.append((f"prefill of {length}", value if unit == "ms" else f"{value}e3", _prompt(length)))
-    return [
-        f"README: {about} is {shown} ms, and no row's"
-        for about, shown, fits in said
-        if not any(fits(row) and row.p50_ms is not None and _rounds(row.p50_ms, shown) for row in rows)
-    ]
-
-
-def _at(batch: int, order: str | None = None, round_keys: int = 8) -> Callable[[Row], bool]:
-    """Whether a row is of the kernel's static, owned lists at about so many thousand keys."""
-    return lambda row: (
-        row.engine == "cuda"
-        and not row.bound
-        and row.batch == batch
-        and round((row.context or [0])[0] / 1024) == round_keys
-        and (row.schedule, row.placement) == ("static", "row_owner")
-        and order in (None, row.wave_order)
-    )
-
-
-def _prompt(tokens: int) -> Callable[[Row], bool]:
-    return lambda row: row.experiment == "prefill_throughput" and row.batch == 1 and row.prompt_tokens == tokens
-
-
-def _rounds(value: float, shown: str) -> bool:
-    """Whether a value is what is shown, to the digits that are."""
-    digits, _, power = shown.partition("e")
-    unit = 10.0 ** (int(power or 0) - len(digits.partition(".")[2]))
-    return abs(value - float(shown)) <= unit / 2 * (1 + 1e-9)
+    return wrong + bullet_problems(text, kept), notes
 
 
 def tables(text: str) -> list[tuple[list[str], list[list[str]]]]:

@@ -26,6 +26,8 @@ from mk.kept import card_of, config_problems, published, read_configs
 from mk.old_rows import sum_problems
 from mk.readme_figures import check_readme
 from mk.recompute import different
+from mk.report.kept_rows import Kept
+from mk.report.page import stale
 from mk.rows import Row, read_raw, read_rows
 from mk.sources import ROOT, commit_source_hash, recent_commits
 
@@ -207,10 +209,11 @@ def _source_problem(commit: str, source_hash: str, root: Path) -> str | None:
 
 
 def verify(results: Path, readme: Path, root: Path = ROOT) -> tuple[list[str], list[str]]:
-    """(what is wrong, what could not be computed again and why) of all rows under `results` and of the README."""
+    """(what is wrong, what could not be computed again and why) of all rows under `results`, of the
+    README's figures and of the page of them."""
     problems: list[str] = []
     notes: list[str] = []
-    kept: list[Row] = []
+    kept: list[Kept] = []
     files = set(results.rglob("*.jsonl"))
     flat = sorted(results.glob("*/*.jsonl"))
     folders = sorted(path for path in results.glob("*/*") if path.is_dir())
@@ -223,11 +226,11 @@ def verify(results: Path, readme: Path, root: Path = ROOT) -> tuple[list[str], l
     known = {*flat, *(folder / name for folder in folders for name in KEPT)}
     problems += [f"{path.relative_to(results)}: rows lie in <card>/<run>/rows.jsonl" for path in sorted(files - known)]
     wrong, unknown = check_readme(readme.read_text(), kept)
-    return problems + wrong, notes + unknown
+    return problems + wrong + list(stale(results, kept)), notes + unknown
 
 
 def _verify_flat(
-    path: Path, name: str, kept: list[Row], older: set[str], notes: list[str], root: Path
+    path: Path, name: str, kept: list[Kept], older: set[str], notes: list[str], root: Path
 ) -> Iterable[str]:
     """Of a file of rows that are older than raw data; adds its rows, its name, and a note on them."""
     try:
@@ -236,7 +239,7 @@ def _verify_flat(
         return [str(error)]
     if not rows:
         return [f"{name} has no rows"]
-    kept += rows
+    kept += [Kept(row, path.stem, f"{name}:{line}", None) for line, row in enumerate(rows, start=1)]
     old = Counter(row.schema for row in rows if row.schema < 2)
     if old:
         older.add(name)
@@ -246,7 +249,7 @@ def _verify_flat(
     return alone + [f"{name}:{number}: {problem}" for number, problem in check_rows(rows, {}, root)]
 
 
-def _verify_folder(folder: Path, name: str, kept: list[Row], root: Path) -> Iterable[str]:
+def _verify_folder(folder: Path, name: str, kept: list[Kept], root: Path) -> Iterable[str]:
     """Of a promoted run; adds its rows."""
     missing = [f"{name}/{file} is missing" for file in KEPT if not (folder / file).is_file()]
     if missing:
@@ -255,7 +258,10 @@ def _verify_folder(folder: Path, name: str, kept: list[Row], root: Path) -> Iter
         rows, raw, configs = read_rows(folder / "rows.jsonl"), read_raw(folder / "raw.jsonl"), read_configs(folder)
     except MkError as error:
         return [str(error)]
-    kept += rows
+    kept += [
+        Kept(row, folder.name, f"{name}/rows.jsonl:{line}", configs.get(row.config_hash))
+        for line, row in enumerate(rows, start=1)
+    ]
     if not rows:
         return [f"{name}/rows.jsonl has no rows"]
     found = check_kept(rows, raw, configs, folder.parent.name, root)

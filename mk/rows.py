@@ -21,6 +21,7 @@ from mk.errors import MkError
 
 SCHEMA = 2  # since 2 a row names its sources, its raw data and its own digest
 READABLE = (1, 2)
+DISTANCE_BAR = 1.5  # most that attention_ratio, ffn_ratio and kv_ratio may be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

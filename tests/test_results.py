@@ -22,6 +22,7 @@ from mk.model.geometry import PRESETS
 from mk.old_rows import SUMS
 from mk.readme_figures import check_readme
 from mk.recompute import KINDS, different, function_of
+from mk.report.kept_rows import read_kept
 from mk.roofline import uniform_experts
 from mk.rows import Row, read_raw, read_rows
 from mk.runs import RunFolder
@@ -442,21 +443,9 @@ def test_the_readmes_figures_are_those_of_rows(repository: Path) -> None:
         assert any(message in problem for problem in problems(repository, TABLE.replace(edited, "| 1.99 |")))
 
 
-def test_bullets_of_the_readme_are_checked_too() -> None:
-    rows = [row for path in (ROOT / "results").rglob("*.jsonl") if path.name != "raw.jsonl" for row in read_rows(path)]
-    assert check_readme((ROOT / "README.md").read_text(), rows)[0] == []
-    for bullet, shown, edited in (
-        ("context_sweep", "at 64K", "2.31 at 64K"),
-        ("plan_ablation", "`parted`", "`parted` 2.99 and 7.79,"),
-        ("prefill_throughput", "128K", "128K 6.1 s"),
-    ):
-        line = f"\n* `{bullet}`: {edited}\n"
-        assert shown in edited and len(check_readme(line, rows)[0]) == 1, bullet
-
-
 def test_a_column_that_rows_do_not_give_is_named(repository: Path) -> None:
     folder = kept(repository)
-    wrong, notes = check_readme(TABLE.replace("vLLM ms", "published ms"), read_rows(folder / "rows.jsonl"))
+    wrong, notes = check_readme(TABLE.replace("vLLM ms", "published ms"), read_kept(folder.parent.parent))
     assert not wrong and notes == ["README: the column 'published ms' is not from rows here"]
 
 

@@ -19,32 +19,11 @@ from matplotlib.patches import Patch
 from mk.graph import WAVE_NAMES
 from mk.isa import ISA, Word, Words
 from mk.model.geometry import HEAD_DIM, SLOT_BYTES
+from mk.report.palette import OTHER_WAVE, WAVE
 from mk.schedule.lower import Program
 
 Floats = npt.NDArray[np.float64]
 
-# one hue a branch: attention blue, router green, FFN orange to red, ends of the step purple, residual grey
-COLOURS = {
-    "embed": "#c9b3e0",
-    "qkv": "#1f4e9c",
-    "attn": "#4f8fd6",
-    "attn_combine": "#9cc6ee",
-    "oproj": "#16a3b8",
-    "router": "#2e8b57",
-    "topk": "#8fce8f",
-    "route_setup": "#cfe8b4",
-    "moe_up": "#f2a33a",
-    "moe_down": "#d9541e",
-    "moe_combine": "#8f2d1a",
-    "dense_up": "#e3c15b",
-    "dense_down": "#b5792f",
-    "rmsnorm": "#8a8f98",
-    "lm_head": "#6a3d9a",
-    "histogram": "#b39ddb",
-    "shortlist": "#8e7cc3",
-    "sample": "#2b1a45",
-}
-OTHER = "#e377c2"  # waves of operations added later
 THINNEST = 0.0012  # width of an entry that streams nothing, as a share of the panel
 
 
@@ -125,7 +104,7 @@ def _draw(axes: Axes, program: Program, streamed: Floats, shown: npt.NDArray[np.
         left, right = starts[chosen], starts[chosen] + widths[chosen]
         low, high = sms[chosen] - half, sms[chosen] + half
         corners = np.stack([left, low, left, high, right, high, right, low], axis=1).reshape(-1, 4, 2)
-        bars = PolyCollection(list(corners), facecolors=COLOURS.get(name, OTHER))
+        bars = PolyCollection(list(corners), facecolors=WAVE.get(name, OTHER_WAVE))
         bars.set_edgecolor("white" if few else "face")
         bars.set_linewidth(0.3 if few else 0.1)
         axes.add_collection(bars)
@@ -166,7 +145,7 @@ def _legend(figure: Figure, program: Program, streamed: Floats) -> None:
         if chosen.any():
             share = streamed[chosen].sum() / total
             label = f"{name} {share:.1%}" if share > 0 else name
-            handles.append(Patch(facecolor=COLOURS.get(name, OTHER), label=label))
+            handles.append(Patch(facecolor=WAVE.get(name, OTHER_WAVE), label=label))
     figure.legend(
         handles=handles,
         loc="outside lower center",

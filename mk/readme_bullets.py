@@ -1,0 +1,230 @@
+"""What the README's lists of measurements say, as the kept rows give it: phrases that must stand in them word by word.
+
+A bullet begins with an experiment's name in backticks; `PHRASES` has a function for each that writes its figures from
+the newest rows. So a new run that changes a figure, and an edit of the text, are both told with the words that are
+right. Where rows do not have what a phrase needs, that is told too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+from mk.report.kept_rows import Kept, newest
+from mk.rows import Row
+from mk.step_figures import Ratio
+
+Phrases = Iterator[str]
+ZERO_WAIT = "With no wait for another SM"  # the paragraph that begins so, or has it
+
+
+def bullet_problems(text: str, kept: Sequence[Kept]) -> list[str]:
+    """A line for each phrase that the README's bullets of `PHRASES` lack. Other bullets are not looked at."""
+    found = dict(re.findall(r"^\* `(\w+)`(.*?)(?=^\* |^#|\Z)", text, flags=re.M | re.S))
+    if paragraph := re.search(rf"(?:^[^\n]+\n)*^[^\n]*{ZERO_WAIT}.*?(?=\n\n|\Z)", text, flags=re.M | re.S):
+        found["decode_throughput"] = paragraph.group()
+    problems = []
+    for name, phrases in PHRASES.items():
+        if name not in found:
+            continue
+        said = " ".join(found[name].split())
+        try:
+            problems += [f"README, {name}: rows give “{each}”" for each in phrases(kept) if not _says(said, each)]
+        except (LookupError, ValueError, AttributeError, TypeError, ZeroDivisionError) as error:
+            problems.append(f"README, {name}: the rows kept do not have what it says ({type(error).__name__}: {error})")
+    return problems
+
+
+def _says(text: str, phrase: str) -> bool:
+    """Whether the phrase stands there, and not as the end or the beginning of another figure."""
+    return re.search(rf"(?<![\d.+-]){re.escape(phrase)}(?!\d|[.,]\d)", text) is not None
+
+
+def _rows(kept: Sequence[Kept], experiment: str) -> list[Kept]:
+    return [of for of in kept if of.row.experiment == experiment and of.row.clock is None]
+
+
+def _by(rows: Sequence[Kept], *fields: str) -> dict[tuple[object, ...], Row]:
+    """The newest row of each combination of these fields."""
+
+    def key(row: Row) -> tuple[object, ...]:
+        return tuple(getattr(row, field) for field in fields)
+
+    return {key(of.row): of.row for of in newest(rows, key)}
+
+
+def _ms(row: Row) -> float:
+    """Raises ValueError for a row without a time."""
+    if row.p50_ms is None:
+        raise ValueError(f"a row of {row.experiment} has no p50_ms")
+    return row.p50_ms
+
+
+def _span(low: float, high: float) -> str:
+    return f"{low:.0f} to {high:.0f} %"
+
+
+def _zero_wait(kept: Sequence[Kept]) -> Phrases:
+    times = {
+        row.batch: _ms(row) for row in _by(_rows(kept, "decode_throughput"), "bound", "batch").values() if row.bound
+    }
+    *first, last = [f"{times[batch]:.2f}" for batch in sorted(times)]
+    yield f"{', '.join(first)} and {last} ms"
+
+
+def _context_sweep(kept: Sequence[Kept]) -> Phrases:
+    mine = [of for of in kept if of.row.experiment == "context_sweep" or of.run == "context_sweep"]
+    by_keys = {of.row.context[0]: of.row for of in newest(mine, lambda row: row.context[0]) if of.row.batch == 1}
+    for number, keys in enumerate(sorted(by_keys)):
+        yield f"{_ms(by_keys[keys]):.2f}{'' if number else ' ms a step'} at {round(keys / 1024)}K"
+    shares = [row.pct_nominal or 0.0 for row in by_keys.values()]
+    yield f"{_span(min(shares), max(shares))} of the floor's speed"
+
+
+def _plan_ablation(kept: Sequence[Kept]) -> Phrases:
+    rows = _by(_rows(kept, "plan_ablation"), "wave_order", "placement", "schedule", "batch")
+    times = {key: _ms(row) for key, row in rows.items()}
+    plain = {key: ms for key, ms in times.items() if key[1:3] == ("row_owner", "static")}
+    for order in dict.fromkeys(key[0] for key in plain):
+        both = [times[order, "row_owner", "static", batch] for batch in (1, 8)]
+        yield f"`{order}` {both[0]:.2f} and {both[1]:.2f}"
+
+    def more(other: bool, stealing: bool) -> str:
+        found = [
+            100 * ms / times[order, "row_owner", "static", batch] - 100
+            for (order, placement, schedule, batch), ms in times.items()
+            if (placement != "row_owner", schedule != "static") == (other, stealing)
+        ]
+        return _span(min(found), max(found))
+
+    yield f"Work stealing takes {more(False, True)} more, the other placements {more(True, False)}"
+    yield f"both {more(True, True)}"
+
+
+def _change(row: Row) -> str:
+    """Percent of an arm's ratio; "nothing" where there is no detectable difference."""
+    if row.ratio is None or row.ratio_low is None or row.ratio_high is None:
+        raise ValueError(f"arm {row.arm} has no ratio")
+    of = Ratio(row.ratio, row.ratio_low, row.ratio_high)
+    return f"{100 * of.ratio - 100:+.1f}" if of.detectable else "nothing"
+
+
+def _kernel_ablation(kept: Sequence[Kept]) -> Phrases:
+    arms = _by(_rows(kept, "kernel_ablation"), "arm", "batch")
+
+    def both(arm: str, unit: str = "") -> str:
+        return f"{_change(arms[arm, 1])} and {_change(arms[arm, 8])}{unit}"
+
+    yield f"56 KB {both('engine.ring.window_kb=56', ' %')}"
+    yield f"48 KB {both('engine.ring.window_kb=48')}"
+    yield f"32 KB {both('engine.ring.window_kb=32')}"
+    yield f"copies of 4 KB {both('engine.ring.copy_kb=4')}, of 2 KB {both('engine.ring.copy_kb=2')}"
+    yield f"relaxed polls {both('engine.handoff.polls=relaxed')}"
+    yield f"polling for itself {both('engine.handoff.pollers=warps engine.handoff.polls=acquire')}"
+    yield f"which is a bound, {both('routing=oracle')}"
+
+
+def _ring_ablation(kept: Sequence[Kept]) -> Phrases:
+    arms = _by(_rows(kept, "ring_ablation"), "arm", "batch")
+    small = [_change(arms["engine.ring.window_kb=32 engine.ring.slots=18", batch]).lstrip("+") for batch in (1, 8)]
+    middle = {_change(arms["engine.ring.window_kb=32 engine.ring.slots=20", batch]) for batch in (1, 8)}
+    yield f"a ring of 18 slots costs {small[0]} and {small[1]} % beside 22, one of 20 {' and '.join(sorted(middle))}"
+
+
+def _slow_sm(kept: Sequence[Kept]) -> Phrases:
+    rows = _by(_rows(kept, "slow_sm"), "schedule", "slow_ns_per_tile")
+    slow = max(key[1] for key in rows)  # type: ignore[type-var]
+    layers = 5  # of model=slice
+    grows = {name: 1e3 * (_ms(rows[name, slow]) - _ms(rows[name, 0])) / layers for name in ("static", "work_stealing")}
+    yield f"grows by {grows['static']:.0f} us a layer under static lists and " + (
+        "not at all under work stealing" if grows["work_stealing"] <= 0 else f"{grows['work_stealing']:.0f} under work"
+    )
+
+
+def _prefill_throughput(kept: Sequence[Kept]) -> Phrases:
+    mine = _rows(kept, "prefill_throughput")
+    packed, torch = (
+        _by([of for of in mine if of.leaf("prefill.products") == products], "batch", "prompt_tokens")
+        for products in ("packed", "torch")
+    )
+
+    def time(row: Row) -> str:
+        ms = _ms(row)
+        return f"{ms:.0f} ms" if ms < 500 else f"{ms / 1e3:.2g} s" if ms >= 1000 else f"{ms / 1e3:.2f} s"
+
+    alone = {row.prompt_tokens or 0: row for row in packed.values() if row.batch == 1}
+    yield f"one prompt of 128 tokens takes {time(alone[128])}"
+    for keys in (2, 8, 32, 128):
+        yield f"{keys}K {time(alone[keys * 1024])}"
+    long = [row for tokens, row in alone.items() if tokens >= 8192]
+    rates, shares = [row.tflop_s or 0.0 for row in long], [row.pct_matrix or 0.0 for row in long]
+    yield f"{min(rates):.0f} to {max(rates):.0f} TFLOP/s, {_span(min(shares), max(shares))}"
+    yield f"Eight prompts of 1,024 packed take {time(packed[8, 8192])}"
+    gains = [100 - 100 * _ms(torch[1, tokens]) / _ms(alone[tokens]) for tokens in (8192, 131072)]
+    yield f"take {time(torch[1, 8192])} for 8K and {time(torch[1, 131072])} for 128K"
+    yield f"{_span(min(gains), max(gains))} less"
+
+
+def _kernel_correctness(kept: Sequence[Kept]) -> Phrases:
+    rows = [of.row for of in newest(_rows(kept, "kernel_correctness"), lambda row: (tuple(row.context), row.layer))]
+    yield f"all {len({row.layer for row in rows})} layers"
+    yield f"contexts of 1 to {max(max(row.context) for row in rows):,} keys"
+    worst = [max(getattr(row, f"{part}_ratio") for row in rows) for part in ("attention", "ffn")]
+    yield f"at most {worst[0]:.2f} and {worst[1]:.2f} times"
+
+
+def _prefill_correctness(kept: Sequence[Kept]) -> Phrases:
+    rows = [of.row for of in newest(_rows(kept, "prefill_correctness"), lambda row: tuple(row.context))]
+    lengths = [row.context[0] for row in rows]
+    yield f"prompts of {min(lengths):,} to {max(lengths):,} tokens"
+    attention, ffn, kv = (max(getattr(row, f"{part}_ratio") for row in rows) for part in ("attention", "ffn", "kv"))
+    yield f"attention at most {attention:.2f}, FFN {ffn:.2f}, K and V {kv:.2f} times"
+
+
+def _served_step(kept: Sequence[Kept]) -> Phrases:
+    rows = _by(_rows(kept, "served_step"), "batch", "arm", "event", "prefill_policy").values()
+    ratio = {row.batch: row.ratio for row in rows if row.arm == "served"}
+    yield f"takes {ratio[1]:.3f} of the kernel's own at batch 1, {ratio[8]:.3f} at batch 8"
+    yield f"{max(row.steps or 0 for row in rows):,} steps of each"
+    events = {row.event: row for row in rows if row.event is not None}
+    idle = {name: (row.idle_us or 0.0) / 1e3 for name, row in events.items()}
+    yield f"idles {idle['park']:.1f} ms where the loop is parked, {idle['admit']:.1f} where a request is admitted"
+    yield f"{idle['switch']:.1f} where the batch size changes"
+    yield f"{(events['park'].park_us or 0.0) / 1e3:.1f} ms later"
+    policies = {row.prefill_policy: row for row in rows if row.prefill_policy is not None}
+    pause, interleave = policies["pause"], policies["interleave"]
+    yield f"a prompt of {pause.prompt_tokens:,} tokens"
+    yield f"at most {pause.itl_most_ms:.0f} ms under `pause`, {interleave.itl_most_ms:.0f} under `interleave`"
+    yield f"its first token comes after {pause.ttft_ms:.0f} and {interleave.ttft_ms:.0f} ms"
+
+
+def _accuracy(kept: Sequence[Kept]) -> Phrases:
+    rows = _by([of for of in kept if of.row.benchmark == "nano_code" and of.row.gpu != "cpu"], "engine")
+    own, other = rows[("cuda",)], rows[("served",)]
+    runs = len(own.scores or [])
+    yield f"{runs} runs of {(own.answers or 0) // runs} problems"
+    yield f"{100 * (own.score or 0):.2f} % (sd {100 * (own.score_sd or 0):.2f}) here"
+    yield f"{100 * (other.score or 0):.2f} % ({100 * (other.score_sd or 0):.2f}) from"
+    low, high = other.score_difference_low or 0.0, other.score_difference_high or 0.0
+    yield f"difference {100 * (other.score_difference or 0):.1f}, 95 % from {100 * low:+.1f} to {100 * high:+.1f}"
+
+
+def _parity(kept: Sequence[Kept]) -> Phrases:
+    *first, last = sorted(of.row.context[0] for of in newest(_rows(kept, "parity"), lambda row: tuple(row.context)))
+    yield f"over {', '.join(f'{keys:,}' for keys in first)} and {last:,} tokens"
+
+
+PHRASES: dict[str, Callable[[Sequence[Kept]], Phrases]] = {
+    "decode_throughput": _zero_wait,
+    "context_sweep": _context_sweep,
+    "plan_ablation": _plan_ablation,
+    "kernel_ablation": _kernel_ablation,
+    "ring_ablation": _ring_ablation,
+    "slow_sm": _slow_sm,
+    "prefill_throughput": _prefill_throughput,
+    "kernel_correctness": _kernel_correctness,
+    "prefill_correctness": _prefill_correctness,
+    "served_step": _served_step,
+    "accuracy": _accuracy,
+    "parity": _parity,
+}

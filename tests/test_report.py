@@ -1,0 +1,226 @@
+"""Figures and their page: from the kept rows, all of them told apart, and the README's lists beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+
+from mk import results
+from mk.readme_bullets import PHRASES, bullet_problems
+from mk.report import palette
+from mk.report.chart import Chart
+from mk.report.decode import layer_cost
+from mk.report.kept_rows import Kept, read_kept
+from mk.report.page import FOLDER, PAGE, charts, draw, missing, stale
+from mk.sources import ROOT
+from tests.promotion import repository
+from tests.report_rig import RESULTS, cell_is_right
+from tests.test_results import made
+
+__all__ = ["repository"]
+
+KEPT = read_kept(RESULTS)
+CHARTS = {chart.name: chart for chart in charts(KEPT)}
+README = (ROOT / "README.md").read_text()
+
+# of linear RGB, at full severity: Machado, Oliveira and Fernandes 2009, table 1
+BLIND = {
+    "none": np.eye(3),
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+APART = 11.0  # CIE 1976 difference; 2.3 is a just noticeable one
+
+
+def lab(colour: str, matrix: np.ndarray) -> np.ndarray:
+    """CIE L*a*b* (D65) of an sRGB colour as somebody sees it."""
+    rgb = np.array(to_rgb(colour))
+    linear = np.clip(np.array(matrix) @ np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4), 0, 1)
+    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ linear
+    f = np.array([x ** (1 / 3) if x > 0.008856 else 7.787 * x + 16 / 116 for x in xyz / [0.9505, 1.0, 1.089]])
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("sight", BLIND)
+def test_colours_that_stand_together_are_apart_for_everyone(sight: str) -> None:
+    for group in palette.GROUPS:
+        for one, other in itertools.combinations(sorted(set(group.values())), 2):
+            apart = float(np.linalg.norm(lab(one, BLIND[sight]) - lab(other, BLIND[sight])))
+            assert apart > APART, (one, other, apart)
+
+
+def test_no_colour_is_chosen_outside_of_the_palette() -> None:
+    """Of series; text and edges may be grey."""
+    for folder in ("mk", "experiments"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.name != "palette.py":
+                found = set(re.findall(r"#[0-9a-fA-F]{6}\b", path.read_text()))
+                assert all(len(set(to_rgb(colour))) == 1 for colour in found), (path, found)
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_every_axis_is_labelled_with_its_unit_or_its_categories(name: str) -> None:
+    figure = Figure(figsize=CHARTS[name].size)
+    CHARTS[name].draw(figure)
+    for axes in figure.axes:
+        assert axes.get_title(loc="left")
+        for axis in (axes.xaxis, axes.yaxis):
+            ticks = [tick.get_text() for tick in axis.get_ticklabels()]
+            words = any(re.search(r"[a-z]", text) for text in ticks) or not any(ticks)
+            assert axis.label.get_text() or words, (name, ticks)
+
+
+def test_what_is_drawn_is_what_rows_give() -> None:
+    wanted = {"decode_batch_uniform", "decode_context", "layer_cost", "plans", "prefill_rate", "served_step"}
+    assert wanted <= CHARTS.keys()
+    assert len(CHARTS["plans"].rows) == 84
+    assert {of.leaf("prefill.products") for of in CHARTS["prefill_rate"].rows} == {"packed", "torch"}
+    assert all(len(chart.rows) == len({of.place for of in chart.rows}) for chart in CHARTS.values())
+
+
+def test_the_committed_page_is_of_the_committed_rows_and_its_cells_are_theirs() -> None:
+    assert list(stale(RESULTS, KEPT)) == []
+
+    class Cells(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.row, self.cell, self.text, self.found = "", None, "", []  # type: ignore[var-annotated]
+
+        def handle_starttag(self, tag: str, attrs: list) -> None:
+            of = dict(attrs)
+            self.row = of.get("data-row", self.row)
+            if tag == "td" and "data-field" in of:
+                self.cell, self.text = (of["data-field"], float(of["data-unit"])), ""
+
+        def handle_data(self, data: str) -> None:
+            self.text += data
+
+        def handle_endtag(self, tag: str) -> None:
+            if tag == "td" and self.cell is not None:
+                self.found.append((self.row, *self.cell, self.text))
+                self.cell = None
+
+    cells = Cells()
+    cells.feed((RESULTS / PAGE).read_text())
+    assert len(cells.found) == sum(len(chart.rows) * len(chart.shown) for chart in CHARTS.values())
+    assert [cell for cell in cells.found if not cell_is_right(*cell)] == []
+
+
+def test_a_cell_that_is_not_its_rows_is_found() -> None:
+    place, p50 = next((of.place, of.row.p50_ms) for of in CHARTS["plans"].rows)
+    assert cell_is_right(place, "p50_ms", 1.0, f"{p50:.3f}")
+    assert not cell_is_right(place, "p50_ms", 1.0, f"{p50 + 0.001:.3f}")
+    assert not cell_is_right(place, "placement", 1.0, "nowhere")
+    assert not cell_is_right(place, "engine.ring.window_kb", 1.0, "63")
+
+
+def test_the_page_names_no_other_place() -> None:
+    text = (RESULTS / PAGE).read_text()
+    assert {url for url in re.findall(r"https?://[^\s\"'<)]+", text) if "www.w3.org" not in url} == set()
+    assert all(target.startswith("#") for target in re.findall(r'(?:href|src)="([^"]*)"', text) if target != "data:,")
+    for of in (of for chart in CHARTS.values() for of in chart.rows):
+        assert of.row.commit in text and of.row.config_hash[:16] in text and of.row.env["device"] in text
+
+
+def copied(tmp_path: Path) -> Path:
+    shutil.copytree(RESULTS, tmp_path / "results")
+    return tmp_path / "results"
+
+
+def test_the_committed_files_are_what_is_drawn(tmp_path: Path) -> None:
+    """Character by character, with the pinned matplotlib."""
+    copy = copied(tmp_path)
+    (copy / FOLDER / "plans.svg").write_text("<svg/>")
+    (copy / FOLDER / "gone.svg").write_text("<svg/>")
+    drawn = {path.relative_to(copy): path.read_text() for path in draw(copy)}
+    committed = [RESULTS / PAGE, *(RESULTS / FOLDER).iterdir()]
+    assert drawn == {path.relative_to(RESULTS): path.read_text() for path in committed}
+    assert not (copy / FOLDER / "gone.svg").exists()
+
+
+def test_a_page_of_other_rows_and_an_edited_figure_are_told(tmp_path: Path) -> None:
+    copy = copied(tmp_path)
+    changed = dataclasses.replace(CHARTS["slow_sm"].rows[0].row, p50_ms=0.5)
+    kept = [dataclasses.replace(of, row=changed) if of == CHARTS["slow_sm"].rows[0] else of for of in KEPT]
+    assert list(stale(copy, kept)) == [f"{PAGE}: slow_sm is not drawn from the rows that are kept: make figures"]
+    without = [of for of in KEPT if of.row.experiment != "slow_sm"]
+    assert list(stale(copy, without)) == [f"{PAGE}: slow_sm is not drawn from the rows that are kept: make figures"]
+    svg = copy / FOLDER / "plans.svg"
+    svg.write_text(svg.read_text().replace("ms a step", "us a step"))
+    assert list(stale(copy, KEPT)) == [f"{FOLDER}/plans.svg is not the one of {PAGE}: make figures"]
+    other = dataclasses.replace(KEPT[0], run="new", place="h200/new/rows.jsonl:1", row=KEPT[0].row)
+    assert any("not drawn" in problem for problem in stale(copy, [*KEPT, other]))
+    (copy / PAGE).unlink()
+    assert list(stale(copy, KEPT)) == []
+
+
+def test_a_baseline_stands_beside_the_kernel_in_its_own_colour(repository: Path) -> None:
+    results.promote(made(repository).path, repository / "results", repository)
+    kept = read_kept(repository / "results")
+    (chart,) = charts(kept)
+    assert chart.name == "decode_batch_uniform" and "baseline yet" not in chart.says and len(chart.rows) == 4
+    assert "ratio" in [column.field for column in chart.shown]
+    colours = dict(drawn_lines(chart))
+    assert colours["kernel"] == to_hex(palette.ENGINE["cuda"]) and colours["vLLM"] == to_hex(palette.ENGINE["vllm"])
+    assert sum(name.startswith("floor") for name in colours) == 2
+
+
+def drawn_lines(chart: Chart) -> list[tuple[str, str]]:
+    """(label, colour) of what the first panel's legend has."""
+    figure = Figure()
+    chart.draw(figure)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    lines = [handle if hasattr(handle, "get_color") else handle.lines[0] for handle in handles]
+    return [(label, to_hex(line.get_color())) for line, label in zip(lines, labels, strict=True)]
+
+
+def test_a_layers_causes_add_up_to_its_time() -> None:
+    rows = [of.row for of in CHARTS["layer_cost"].rows]
+    for row, bound in zip(rows[::2], rows[1::2], strict=True):
+        assert row.batch == bound.batch and row.bound is None and bound.bound == "zero_wait"
+        cost = layer_cost(row, bound)
+        assert sum(cost.values()) == pytest.approx(1e3 * (row.p50_ms or 0) / 49)
+        assert all(us >= 0 for us in cost.values())
+        beyond = cost.get("undivided") or cost["own"] + cost["waits"]
+        assert beyond == pytest.approx(row.fixed_us_per_layer)
+        assert ("undivided" in cost) == ((bound.p50_ms or 0) >= (row.p50_ms or 0))
+
+
+def test_runs_without_a_figure_are_named() -> None:
+    lines = missing(KEPT, list(CHARTS.values()))
+    assert "No figure is of cpu/quickstart.jsonl." in lines and any("trace build" in line for line in lines)
+    assert not any("plan_ablation" in line for line in lines)
+
+
+def test_every_list_of_the_readme_that_rows_give_is_there() -> None:
+    assert bullet_problems(README, KEPT) == []
+    for name, phrases in PHRASES.items():
+        assert list(phrases(KEPT)), name
+        assert name == "decode_throughput" or f"\n* `{name}`" in README
+
+
+@pytest.mark.parametrize("name", PHRASES)
+def test_a_figure_of_a_list_that_is_edited_is_told_with_the_right_one(name: str) -> None:
+    for phrase in PHRASES[name](KEPT):
+        stands = re.compile(r"\s+".join(map(re.escape, phrase.split())))
+        assert stands.search(README), phrase
+        for digit in re.finditer(r"\d(?!\d)(?![KL])", phrase):
+            edited = phrase[: digit.start()] + str((int(digit.group()) + 1) % 10) + phrase[digit.end() :]
+            problems = bullet_problems(stands.sub(edited, README), KEPT)
+            assert any(phrase in problem for problem in problems), edited
+
+
+def test_a_list_whose_rows_are_gone_is_told() -> None:
+    few: list[Kept] = [of for of in KEPT if of.row.experiment != "kernel_ablation"]
+    (problem,) = bullet_problems(README, few)
+    assert problem.startswith("README, kernel_ablation: the rows kept do not have what it says")
