@@ -1,0 +1,143 @@
+"""Every experiment at its smallest: what it takes on a CPU, or what it says where it needs more than one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+INTERPRETED = ["model=nano", "weights=checkpoint", "gpu=cpu", "gpu.sms=2", "engine=interpreter"]
+SIMULATED = [
+    *("model=nano", "weights=checkpoint", "gpu.sms=16", "experiment.batches=[2]", "experiment.context=64"),
+    *("experiment.steps=8", "experiment.warmup=2", "experiment.check_tokens=8"),
+]
+CLAIMERS = "schedule=work_stealing schedule.attention_claimers=8 schedule.moe_claimers=8"
+
+
+def variants(*each: str) -> str:
+    return "experiment.variants=[" + ",".join(f'"{of}"' for of in each) + "]"
+
+
+SMALL: dict[str, Sequence[str]] = {
+    "quickstart": ["gpu.sms=2", "experiment.new_tokens=1", "experiment.ragged=null", "logger=wandb"],
+    "context_sweep": [*SIMULATED, variants("experiment.context=32,64")],
+    "wave_order_ablation": SIMULATED,
+    "placement_ablation": SIMULATED,
+    "schedule_ablation": [*SIMULATED, variants("schedule=static", CLAIMERS)],
+    "routing_ablation": SIMULATED,
+    "kernel_ablation": SIMULATED,
+    "ring_ablation": SIMULATED,
+    "plan_ablation": [*SIMULATED, variants("wave_order=default,parted")],
+    "schedule_search": [
+        *("model=slice", "gpu.sms=8", "experiment.batches=[1]", "experiment.context=64", "experiment.steps=8"),
+        *("experiment.warmup=2", "experiment.check_tokens=8", "experiment.candidates=1", "experiment.local_steps=1"),
+    ],
+    "simulator_accuracy": ["experiment.rows={measured}"],
+    "kernel_bits": [
+        *INTERPRETED,
+        *("experiment.context=3", "experiment.neighbours=[1]", "experiment.repeats=1", "experiment.switches=1"),
+        "experiment.delays=1",
+    ],
+    "kernel_correctness": [*INTERPRETED, "experiment.batches=[[65]]", "experiment.layers=[1]"],
+    "parity": ["gpu.sms=2", "engine=interpreter", "experiment.contexts=[40]", "experiment.steps=2"],
+    "partial_step": ["gpu.sms=2", "weights=random", "experiment.start_at=1.qkv", "experiment.stop_after=1.topk"],
+    "prefill_correctness": [
+        *INTERPRETED,
+        *("experiment.lengths=[2]", "experiment.cuts=[1]", "experiment.layers=[1]", "experiment.whole=false"),
+    ],
+    "served_step": [
+        *INTERPRETED,
+        *("prefill=torch", "prefill.chunk=8", "wave_order=default", "server.context=256", "server.slots=4"),
+        *("server.batches=[1,2]", "experiment.batches=[1]", "experiment.context=8", "experiment.steps=2"),
+        *("experiment.rounds=1", "experiment.prompt=20", "experiment.short=4", "experiment.events=1"),
+    ],
+    "serving_costs": [
+        *("gpu.sms=2", "engine=interpreter", "server.context=512", "server.slots=2", "experiment.conversations=1"),
+        *("experiment.context=4", "experiment.answer=66", "experiment.batches=[1]", "experiment.steps=1"),
+        "experiment.rounds=1",
+    ],
+    "accuracy": [
+        *("gpu.sms=2", "benchmark=nano_code", "benchmark.max_tokens=2", "experiment.runs=1", "experiment.limit=1"),
+    ],
+}
+
+# what it says, and does, on a machine without a card, a sanitizer or vLLM
+REFUSED: dict[str, str] = {
+    "decode_throughput": "decode_throughput needs a GPU",
+    "prefill_throughput": "prefill_throughput needs a GPU",
+    "prefill_tiles": "prefill_tiles needs a GPU",
+    "slow_sm": "slow_sm needs a GPU",
+    "vllm_decode": "needs a GPU",
+    "sanitize": "no compute-sanitizer found",
+    "vllm_serve": "no vLLM is configured",
+    "accuracy_vllm": "no vLLM is configured",
+}
+
+# that make no row of their own
+ROWLESS = {
+    "serve": "runs until it is stopped: tests/test_serving_lifetime.py",
+    "train_nano": "writes a checkpoint: tests/test_nano_training.py",
+    "rerun": "repeats another experiment's run: tests/test_rerun.py",
+}
+
+# Leaves that none of those runs reads, and the file that does, with a card, a data set, vLLM or hours at hand. Not the
+# place for a leaf that nothing reads: that one goes.
+READ_ELSEWHERE = {
+    "Accuracy.allow_missing": "experiments/accuracy.py",
+    "Accuracy.served_model": "evals/asked.py",
+    "BenchmarkConfig.code_s": "evals/benchmarks/livecode.py",
+    **dict.fromkeys(
+        (f"BenchmarkConfig.{leaf}" for leaf in ("count", "file", "files", "hub", "subset")), "evals/benchmarks/data.py"
+    ),
+    "BenchmarkConfig.split": "evals/benchmarks/scicode.py",
+    "Config.debug": "experiments/rerun.py",
+    "EngineConfig.run_ahead": "mk/engines.py",
+    "EngineConfig.script": "mk/engines.py",
+    "GpuConfig.kind": "mk/device.py",
+    "GpuConfig.measured": "mk/config.py",  # whether there has to be a measured_tb_s
+    "GpuConfig.smem_per_block_kb": "mk/device.py",
+    "KernelBits.delays_ns": "experiments/kernel_bits.py",
+    "ModelConfig.revision": "mk/model/opening.py",
+    "Parity.seed": "experiments/parity.py",
+    **dict.fromkeys(
+        (
+            f"PrefillThroughput.{leaf}"
+            for leaf in ("check_tokens", "lengths", "packed", "packed_rows", "repeats", "time_limit_s")
+        ),
+        "experiments/prefill_throughput.py",
+    ),
+    **dict.fromkeys(
+        (f"PrefillTiles.{leaf}" for leaf in ("kernels", "repeats", "time_limit_s", "tokens")),
+        "experiments/prefill_tiles.py",
+    ),
+    "PrefillCorrectness.cuts": "experiments/prefill_prompts.py",  # of whole prompts
+    "PrefillCorrectness.small_chunk": "experiments/prefill_prompts.py",
+    "Rerun.run": "experiments/rerun.py",
+    "RoutingConfig.path": "mk/routing.py",
+    "Sanitize.timeout_s": "experiments/sanitize.py",
+    "ScheduleConfig.path": "mk/compose.py",
+    "ScheduleSearch.time_limit_s": "experiments/schedule_paired.py",
+    "ServerConfig.host": "experiments/serve.py",
+    "ServerConfig.port": "experiments/serve.py",
+    **dict.fromkeys(
+        (f"SlowSm.{leaf}" for leaf in ("batch", "context", "slow_us", "sm", "steps", "warmup")),
+        "experiments/slow_sm.py",
+    ),
+    **dict.fromkeys(
+        (
+            f"TrainNano.{leaf}"
+            for leaf in (
+                *("balance", "batch_tokens", "chat_share", "corpus_dir", "corpus_version", "dropout", "lr"),
+                *("max_minutes", "out_dir", "probe_tokens", "seed", "steps", "warmup", "weight_decay"),
+            )
+        ),
+        "experiments/train_nano.py",
+    ),
+    **dict.fromkeys(
+        (f"VllmConfig.{leaf}" for leaf in ("attention_backend", "gpu_memory", "python", "site", "timeout_s")),
+        "experiments/baselines/vllm_process.py",
+    ),
+    "VllmConfig.arguments": "experiments/vllm_serve.py",
+    "VllmConfig.kv": "experiments/vllm_decode.py",
+    "VllmConfig.moe_backends": "experiments/vllm_decode.py",
+    "VllmConfig.reasoning_parser": "experiments/vllm_serve.py",
+    "VllmDecode.routings": "experiments/vllm_decode.py",
+}
