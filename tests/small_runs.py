@@ -66,6 +66,7 @@ REFUSED: dict[str, str] = {
     "prefill_tiles": "prefill_tiles needs a GPU",
     "slow_sm": "slow_sm needs a GPU",
     "vllm_decode": "needs a GPU",
+    "transformers_decode": "needs a GPU",
     "sanitize": "no compute-sanitizer found",
     "vllm_serve": "no vLLM is configured",
     "accuracy_vllm": "no vLLM is configured",
@@ -121,6 +122,8 @@ READ_ELSEWHERE = {
         (f"SlowSm.{leaf}" for leaf in ("batch", "context", "slow_us", "sm", "steps", "warmup")),
         "experiments/slow_sm.py",
     ),
+    "TransformersDecode.experts": "experiments/transformers_decode.py",
+    "TransformersDecode.routings": "experiments/transformers_decode.py",
     **dict.fromkeys(
         (
             f"TrainNano.{leaf}"

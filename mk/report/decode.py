@@ -30,8 +30,13 @@ from mk.report.kept_rows import Kept, differing, newest
 from mk.roofline import step_bytes
 from mk.rows import Row
 
-AGAINST_BATCH = ("decode_throughput", "vllm_decode")
-NAMES = {"cuda": "kernel", "vllm": "vLLM", "zero_wait": "bound: no wait for another SM"}
+AGAINST_BATCH = ("decode_throughput", "vllm_decode", "transformers_decode")
+NAMES = {
+    "cuda": "kernel",
+    "vllm": "vLLM",
+    "transformers": "transformers as CUDA graphs",
+    "zero_wait": "bound: no wait for another SM",
+}
 COLUMNS = (ENGINE, BOUND, Column("engine.ring.window_kb", "window, KB", leaf=True), BATCH, CONTEXT, *TIMES)
 
 
@@ -53,7 +58,7 @@ def _against_batch(rows: Sequence[Kept]) -> Iterator[Chart]:
         counts = [of.row.context[0] for of in mine]
         keys = max(sorted(set(counts)), key=counts.count)
         mine = [of for of in mine if set(of.row.context) == {keys}]
-        baseline = "" if any(of.row.engine == "vllm" for of in mine) else " No kept row is of a baseline yet."
+        baseline = "" if any(of.row.engine != "cuda" for of in mine) else " No kept row is of a baseline yet."
         yield Chart(
             f"decode_batch_{routing}",
             f"Decode against batch: {keys:,} keys a row, {routing} routing",
