@@ -99,7 +99,7 @@ def service(config: Config, folder: Path) -> Hashable:
 def tokens(config: Config, folder: Path) -> Hashable:
     """Of a sequence's first 32 positions, from logits of which few are likely."""
     logits = np.random.default_rng(0).normal(size=512).astype(np.float32) * 2
-    (params,) = decode_throughput._sampling(config, 1)
+    (params,) = decode_throughput.configured_sampling(config, 1)
     return tuple(sample_row(logits, params, position) for position in range(32))
 
 

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 
 from mk.graph import WAVE_NAMES
 from mk.occupancy import Spans
-from mk.schedule.picture import COLOURS, OTHER
+from mk.report.palette import OTHER_WAVE, WAVE
 
 
 def draw_timelines(panels: Mapping[str, Spans], layer: int, path: Path, title: str) -> None:
@@ -35,7 +35,7 @@ def draw_timelines(panels: Mapping[str, Spans], layer: int, path: Path, title: s
         for pale, alpha in ((True, 0.25), (False, 1.0)):
             for wave in np.unique(waves).tolist():
                 chosen = np.flatnonzero((waves == wave) & ((spans.layer != layer) == pale))
-                bars = PolyCollection(list(corners[chosen]), facecolors=COLOURS.get(wave, OTHER), alpha=alpha)
+                bars = PolyCollection(list(corners[chosen]), facecolors=WAVE.get(wave, OTHER_WAVE), alpha=alpha)
                 bars.set_linewidth(0)
                 axes.add_collection(bars)
         axes.set_xlim(0, longest * 1.01)
@@ -46,6 +46,6 @@ def draw_timelines(panels: Mapping[str, Spans], layer: int, path: Path, title: s
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     names = [*(wave for wave in WAVE_NAMES if wave in seen), *sorted(seen - set(WAVE_NAMES))]
-    handles = [Patch(facecolor=COLOURS.get(wave, OTHER), label=wave) for wave in names]
+    handles = [Patch(facecolor=WAVE.get(wave, OTHER_WAVE), label=wave) for wave in names]
     figure.legend(handles=handles, loc="outside lower center", ncols=10, fontsize=8, frameon=False)
     figure.savefig(path)
