@@ -50,8 +50,12 @@ def paired(times: np.ndarray, base: np.ndarray) -> tuple[float, float]:
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Rank correlation; 1 where there is but one pair."""
+    """Rank correlation, equal values sharing their mean rank; 1 where there is but one pair."""
     if len(a) < 2:
         return 1.0
-    ranked = [np.argsort(np.argsort(values)) for values in (a, b)]
-    return float(np.corrcoef(*ranked)[0, 1])
+    return float(np.corrcoef(mean_ranks(a), mean_ranks(b))[0, 1])
+
+
+def mean_ranks(values: np.ndarray) -> np.ndarray:
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[place]

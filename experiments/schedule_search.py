@@ -64,7 +64,8 @@ def main(cfg: Config) -> int:
         for batch in settings.batches:
             sample = Sample.draw(geometry, cfg.routing, [settings.context] * batch)
             bucket = bucket_for(settings.context + settings.steps)
-            judge = Judge(geometry, sample, bucket, cfg.gpu.sms, costs, cfg.engine.ring.slots)
+            sm_map = Plan.from_config(cfg).sm_map
+            judge = Judge(geometry, sample, bucket, cfg.gpu.sms, costs, cfg.engine.ring.slots, sm_map)
             steps = ladder(cfg, run, judge)
             rows = [_append(step, run, judge) for step in steps]
             found += rows

@@ -61,7 +61,8 @@ class DecodeThroughput:
 @dataclass(slots=True)
 class SimulatorAccuracy:
     name: str
-    rows: str  # a file of measured rows
+    rows: list[str]  # folders of measured rows, or patterns of their names
+    fitted: list[str]  # wave orders whose rows the constants were fitted to
 
 
 @dataclass(slots=True)
@@ -211,6 +212,19 @@ class SlowSm:
             require_at_least(f"experiment.{field}", getattr(self, field), 1)
         for field in ("warmup", "sm"):
             require_at_least(f"experiment.{field}", getattr(self, field), 0)
+
+
+@dataclass(slots=True)
+class SmMap:
+    name: str
+    launches: int  # of the probe
+    lines: int  # counters that a pair hands back and forth in a launch, one after the other
+    rounds: int  # of each
+    time_limit_s: float  # of a launch
+
+    def __post_init__(self) -> None:
+        for field in ("launches", "lines", "rounds", "time_limit_s"):
+            require_at_least(f"experiment.{field}", getattr(self, field), 1)
 
 
 @dataclass(slots=True)

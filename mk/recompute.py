@@ -37,6 +37,7 @@ KINDS = {  # raw["kind"]: where its function is
     "findings": "experiments.sanitize:figures",
     "cached_answers": "experiments.serving_figures:cached_answers",
     "options": "experiments.serving_figures:options",
+    "handoffs": "experiments.sm_map:figures",
     "interruption": "experiments.served_figures:interruption",
     "between_tokens": "experiments.served_figures:between_tokens",
     "answers": "evals.report:figures",

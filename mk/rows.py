@@ -121,6 +121,10 @@ class Row:
     schedules: int | None = None  # that the next two are over
     rank_correlation: float | None = None  # Spearman's, of simulated and measured p50 over the run's schedules
     mean_error: float | None = None  # of simulated p50, relative, over the same
+    handoff_ns: float | None = None  # from one SM's signal to another's seeing it: mean over pairs,
+    handoff_ns_least: float | None = None  # and of the SM with the least mean over its partners,
+    handoff_ns_most: float | None = None  # and with the most
+    handoff_repeats: float | None = None  # rank correlation of SMs' means of the first and the last launch
     bound: str | None = None  # not a decode, but what none can beat: zero_wait, with every wait for other SMs left out;
     # oracle, with expert ids known before the step
     waves: int | None = None  # parts of a step that were compared with the interpreter's

@@ -14,7 +14,8 @@ from mk.model.geometry import PRESETS
 from mk.programs import Plan
 from mk.runs import RunFolder
 from mk.schedule.costs import Costs, OpCosts
-from mk.schedule.fit import fit_operations, fit_shared, mean_error, moved, read_folder, to_yaml
+from mk.schedule.fit import fit_operations, fit_shared, mean_error, moved, to_yaml
+from mk.schedule.measured import read_folder
 from mk.schedule.simulate import Simulated, costs_of, estimate, ring_of, simulate
 from mk.schedule.simulator.expand import Sample
 

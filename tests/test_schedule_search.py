@@ -249,3 +249,5 @@ def test_paired_differences_and_rank_correlation() -> None:
     mean, half = paired(np.array([2.0, 3.0, 4.0]), np.array([1.0, 1.0, 1.0]))
     assert mean == 2.0 and half == pytest.approx(4.303 / np.sqrt(3))
     assert spearman(np.array([1.0, 2.0, 3.0]), np.array([10.0, 30.0, 20.0])) == pytest.approx(0.5)
+    # ties share their rank: ranks 1.5, 1.5, 3 and 1, 2, 3, of which Pearson's is 1.5 / sqrt(1.5 * 2)
+    assert spearman(np.array([1.0, 1.0, 2.0]), np.array([1.0, 2.0, 3.0])) == pytest.approx(0.75**0.5)
