@@ -70,8 +70,7 @@ class ScheduleSearch(DecodeThroughput):
     candidates: int  # random schedules that are simulated
     local_steps: int  # changes of the best one that are tried after them
     seed: int
-    rounds: int  # of all schedules in turn on the card; 0 = only simulate
-    time_limit_s: float  # of the runs of one batch on the card
+    rounds: int  # blocks that the steps are cut into, all schedules in turn on the card; 0 = only simulate
 
     def __post_init__(self) -> None:
         for key in ("candidates", "local_steps", "rounds"):

@@ -110,14 +110,11 @@ class Row:
     slow_sm_tiles: float | None = None  # attention splits and expert tiles that SM took in a step
     mean_sm_tiles: float | None = None  # the same, mean over all SMs
     clock: str | None = None  # simulated: p50_ms is the simulator's; left out where a clock measured it
-    simulated_ms: float | None = None  # what the simulator gave for a step that was measured
     dependencies_ms: float | None = None  # simulated bounds of this schedule: a memory that takes no time,
     zero_wait_ms: float | None = None  # no waits for other SMs,
     busiest_ms: float | None = None  # and the busiest role of an SM alone
     bytes_ms: float | None = None  # bytes_per_step / the card's measured bandwidth, which no schedule changes
     regret: float | None = None  # beyond the fastest schedule of the run for this routing, as a share of it
-    paired_ms: float | None = None  # mean p50 beyond that of the run's configured schedule, round by round
-    paired_ci95_ms: float | None = None  # half of the interval around it
     schedules: int | None = None  # that the next two are over
     rank_correlation: float | None = None  # Spearman's, of simulated and measured p50 over the run's schedules
     mean_error: float | None = None  # of simulated p50, relative, over the same
