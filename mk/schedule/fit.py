@@ -162,7 +162,9 @@ def to_yaml(costs: Costs) -> str:
     """The `costs` block of a file in configs/gpu, three digits a figure."""
     lines = ["costs:"]
     values = dataclasses.asdict(costs)
-    lines += [f"  {name}: {value:.3g}" for name, value in values.items() if name != "ops"]
+    for name, value in values.items():
+        if name != "ops":
+            lines.append(f"  {name}: {value if isinstance(value, list) else format(value, '.3g')}")
     lines.append("  ops:")
     for op, of in values["ops"].items():
         lines.append(f"    {op}: {{{', '.join(f'{name}: {value:.3g}' for name, value in of.items() if value)}}}")

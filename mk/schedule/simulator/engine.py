@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from mk.errors import MkError
+from mk.model.geometry import SLOT_BYTES
 from mk.schedule.costs import Costs
 from mk.schedule.simulator.sm import SmState
 from mk.schedule.simulator.work import Ring, Task, Work
@@ -38,7 +39,7 @@ class Engine:
         self.op |= {queue.op: costs.of(queue.op) for queue in work.queues.values()}
         self.sms = [SmState(ring, track[::-1]) for track in work.tracks[:n]]
         self.aside: list[list[tuple[float, float, float]]] = [[] for _ in range(n)]  # (waits, begins, ends) by task
-        self.slot_us = SLOT_KB / (costs.memory_tb_s * 1e3)
+        self.slot_us = SLOT_KB / (costs.memory_at(ring.window * SLOT_BYTES / 1024) * 1e3)
         self.port_us = SLOT_KB / costs.port_gb_s
         self.latency = costs.latency
         # lanes whose window looks back one batch further than the others'
