@@ -32,10 +32,12 @@ serve: setup ## an OpenAI server: make serve [port=8000] [model=nano, a folder o
 test: setup ## all tests, on every core; those that need a GPU are skipped without one
 	@$(VENV) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
-test-agents: setup ## OpenCode (npm), Aider and lm_eval against the server, with a scripted model
-	@npm install --no-audit --no-fund --prefix build/agents opencode-ai@1.18.33
+test-agents: setup ## OpenCode and Cline (npm), Aider, LangChain and lm_eval against the server, with a scripted model
+	@npm install --no-audit --no-fund --prefix build/agents opencode-ai@1.18.33 cline@3.0.65
 	@test -x build/agents/aider/bin/aider || { $(PYTHON) -m venv build/agents/aider && \
 	build/agents/aider/bin/pip install -q aider-chat==0.86.2; }
+	@test -x build/agents/langchain/bin/python || { $(PYTHON) -m venv build/agents/langchain && \
+	build/agents/langchain/bin/pip install -q langchain-openai==1.7.4; }
 	@$(VENV) -m pytest tests/test_agents.py tests/test_serving_lm_eval.py -q -rs $(ARGS)
 
 soak: setup ## 2,000 mixed requests to a scripted model, 120 to the interpreter, a third of them broken off, twice

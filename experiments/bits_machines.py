@@ -25,9 +25,10 @@ PAGE_STD = 0.5  # of the noise that stands for keys and values
 
 
 class BitsMachine(Protocol):
-    """name: as a row's `engine` says it."""
+    """name: as a row's `engine` says it. step_ms: of the last step by the card's clock, None without one."""
 
     name: str
+    step_ms: float | None
 
     def load(self, program: Program, epoch: int = 0) -> None: ...
 
@@ -50,9 +51,10 @@ class KernelBits:
     """The kernel on a card. `delays_ns`: of a library built with delays, the longest that `disturb` puts anywhere."""
 
     name = "cuda"
+    step_ms: float | None
 
     def __init__(self, runtime: Runtime, seed: int, delays_ns: int = 0) -> None:
-        self.runtime, self.delays_ns = runtime, delays_ns
+        self.runtime, self.delays_ns, self.step_ms = runtime, delays_ns, None
         generator = torch.Generator(runtime.device).manual_seed(seed)
         for kind in KINDS:
             runtime[f"pool_{kind}"].normal_(0, PAGE_STD, generator=generator)
@@ -66,8 +68,12 @@ class KernelBits:
         runtime = self.runtime
         runtime.set_tables(tables)
         runtime.set_sequences(keys, tokens)
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record(runtime.stream)
         runtime.launch()
+        ended.record(runtime.stream)
         runtime.finish()
+        self.step_ms = begun.elapsed_time(ended)
         runtime.require_healthy(f"contexts {list(keys)}")
         return digest(runtime.logits(row).cpu().numpy())
 
@@ -86,6 +92,7 @@ class InterpreterBits:
     """The interpreter on a CPU, with the kernel's rounding."""
 
     name = "interpreter"
+    step_ms: float | None = None
 
     def __init__(self, weights: PackedWeights, kv: KVCache, seed: int) -> None:
         self.weights, self.kv = weights, kv

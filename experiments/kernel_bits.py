@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ from mk.schedule.placement import OWNING, PLACEMENTS
 
 WRAPS = (2**31 - 3, 2**32 - 3)  # epochs three steps before a counter's sign and its range change
 WRAP_STEPS = 6
+QUIET_STEPS = 5  # of the library with delays, without any
+HELD_UP = 1.05  # of a quiet step's time, that a delayed one takes at least
 OWNED, SHARED = "owned", "shared"  # who adds the experts' parts: a strip's owner, or moe_combine
 GROUPS = {
     **dict.fromkeys(("repeat", "rows", "neighbours", "schedules", "switching", "epochs", "poisoned", "delays"), OWNED),
@@ -59,7 +62,7 @@ def main(cfg: Config) -> int:
             digests[group].append(found)
             if found != bases[GROUPS[group]]:
                 print(f"{group}, {what}: {found}, not {bases[GROUPS[group]]}", flush=True)
-        raw = {"kind": "bits", "bases": bases, "digests": digests}
+        raw = {"kind": "bits", "bases": bases, "digests": digests, **bench.held_up}
         row = run.measured(
             raw,
             engine=bench.machine.name,
@@ -82,6 +85,8 @@ def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
     checks = {"schedule_verified": True, "logits_finite": "not finite" not in bases.values()}
     for group, adds in GROUPS.items():
         checks[f"bits_{group}"] = bool(digests[group]) and all(found == bases[adds] for found in digests[group])
+    if raw.get("quiet_ms"):  # delays that delay nothing would prove nothing
+        checks["held_up"] = median(raw["delayed_ms"]) > HELD_UP * median(raw["quiet_ms"])
     return {"steps": sum(map(len, digests.values())), "checks": checks}
 
 
@@ -107,6 +112,7 @@ class Bench:
     pages: PageAllocator
     keys: list[int]
     tokens: list[int]
+    held_up: dict[str, list[float]] = field(default_factory=lambda: {"quiet_ms": [], "delayed_ms": []})
     _programs: dict[tuple[Plan, int], Programs] = field(default_factory=dict)
 
     @classmethod
@@ -191,10 +197,18 @@ class Bench:
             self.machine.load(self.program(1, plan))
             yield group, f"switch {turn}", self.step([0], 0)
         self.disturbed.load(self.program(count))
+        for turn in range(QUIET_STEPS):
+            yield "repeat", f"quiet {turn}", self.step(self.rotated(0), 0, self.disturbed)
+            self._note("quiet_ms")
         for seed in range(1, settings.delays + 1):
             self.disturbed.disturb(seed)
             yield "delays", f"seed {seed}", self.step(self.rotated(seed % count), seed % count, self.disturbed)
+            self._note("delayed_ms")
         self.disturbed.disturb(0)
+
+    def _note(self, which: str) -> None:
+        if self.disturbed.step_ms is not None:
+            self.held_up[which].append(self.disturbed.step_ms)
 
     def owned_plans(self) -> list[tuple[str, Plan]]:
         """Every wave order by both schedules where strips of the residual are owned."""

@@ -108,6 +108,22 @@ class VllmDecode(DecodeThroughput):
 
 
 @dataclass(slots=True)
+class TransformersDecode(DecodeThroughput):
+    routings: list[str]  # each measured by both engines
+    experts: list[str]  # implementations of transformers, each timed; the fastest one is the baseline
+
+    def __post_init__(self) -> None:
+        for name, values, known in (
+            ("routings", self.routings, ("uniform", "checkpoint")),
+            ("experts", self.experts, ("grouped_mm", "batched_mm")),
+        ):
+            if not values:
+                raise MkError(f"experiment.{name} is empty", hint=f"experiment.{name}=[{known[0]}]")
+            for value in values:
+                require_one_of(f"experiment.{name}", value, known)
+
+
+@dataclass(slots=True)
 class PrefillThroughput:
     name: str
     lengths: list[int]  # of a prompt alone, a row of results each

@@ -139,8 +139,8 @@ def _axes(row: Row, config: Mapping[str, Any]) -> Axes:
     path = model["path"]
     may: Axes = {name: [config[name]["name"]] for name in ("gpu", "routing", "schedule", "wave_order", "placement")}
     may["model"] = [model["name"]] if path is None else [path, Path(path).name]
-    if row.engine == "vllm":
-        may |= {name: ["vllm"] for name in ("schedule", "wave_order", "placement")}
+    if row.engine in ("vllm", "transformers"):
+        may |= {name: [row.engine] for name in ("schedule", "wave_order", "placement")}
     may["batch"] = experiment.get("batches") or [experiment.get("batch", config["batch"]["size"])]
     if isinstance(experiment.get("context"), int):
         may["context"] = [[experiment["context"]] * row.batch]

@@ -1,5 +1,5 @@
-"""Real agents against the server: OpenCode writes a file and runs it, Aider edits one, as a scripted model tells them
-to.
+"""Real agents against the server, as a scripted model tells them to: OpenCode and Cline write a file and run it, Aider
+edits one, LangChain calls a tool.
 
 `make test-agents` installs the agents; elsewhere they are skipped.
 """
@@ -22,7 +22,9 @@ from tests.server_rig import TOKENIZER, action, serving, thought
 
 INSTALLED = Path(__file__).resolve().parent.parent / "build" / "agents"
 OPENCODE = INSTALLED / "node_modules" / ".bin" / "opencode"
+CLINE = INSTALLED / "node_modules" / ".bin" / "cline"
 AIDER = INSTALLED / "aider" / "bin" / "aider"
+LANGCHAIN = INSTALLED / "langchain" / "bin" / "python"
 CONTEXT = 65536  # nano's tokens are short, and an agent's instructions are long
 
 
@@ -36,7 +38,7 @@ def run(command: Sequence[str | Path], folder: Path, more: Mapping[str, str]) ->
     """An agent in a project's folder, with a home of its own."""
     home = {key: str(folder.parent / key) for key in ("HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME")}
     for path in home.values():
-        Path(path).mkdir()
+        Path(path).mkdir(exist_ok=True)
     return subprocess.run(
         command,
         cwd=folder,
@@ -81,6 +83,44 @@ def test_opencode_writes_a_file_and_runs_it(project: Path) -> None:
     assert ran.returncode == 0 and script.exists(), ran.stdout + ran.stderr
     assert script.read_text() == "print(6 * 7)\n" and "It printed 42." in ran.stdout
     assert served.service.worker.core.totals.cached_tokens > 10_000  # turns begin with what the last one held
+
+
+@pytest.mark.skipif(not CLINE.exists(), reason="Cline is not installed: make test-agents")
+def test_cline_writes_a_file_and_runs_it(project: Path) -> None:
+    script = project / "hello.py"
+    write = ("editor", {"path": str(script), "new_text": "print(6 * 7)\n"})
+    execute = ("run_commands", {"commands": [f"python3 {script}"]})
+    replies = [
+        Reply("make hello.py", "I write it.<|END_THINKING|>" + action(write)),
+        Reply("File created", "I run it.<|END_THINKING|>" + action(execute)),
+        Reply("42", thought("Good.", "It printed 42.")),
+    ]
+    with scripted(replies) as served:
+        more = {"CLINE_NO_AUTO_UPDATE": "1", "CLINE_TELEMETRY_DISABLED": "1"}
+        known = run(
+            [CLINE, "auth", "-p", "openai", "-k", "none", "-m", "nano", "-b", f"{served.url}/v1"], project, more
+        )
+        assert known.returncode == 0, known.stdout + known.stderr
+        ran = run([CLINE, "-t", "90", "make hello.py and run it"], project, more)
+        served.assert_idle()
+    assert ran.returncode == 0 and script.exists(), ran.stdout + ran.stderr
+    assert script.read_text() == "print(6 * 7)\n" and "It printed 42." in ran.stdout
+    assert served.service.worker.core.totals.cached_tokens > 10_000
+
+
+@pytest.mark.skipif(not LANGCHAIN.exists(), reason="LangChain is not installed: make test-agents")
+def test_langchain_calls_a_tool(project: Path) -> None:
+    replies = [
+        Reply("How warm is Oslo?", "I look.<|END_THINKING|>" + action(("weather", {"city": "Oslo"}))),
+        Reply("12 degrees in Oslo", thought("Good.", "It is 12 degrees.")),
+        Reply("greet me", thought("Politely.", "Good evening!")),
+    ]
+    with scripted(replies) as served:
+        ran = run([LANGCHAIN, Path(__file__).parent / "langchain_agent.py", f"{served.url}/v1"], project, {})
+        served.assert_idle()
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    said = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert said == [[{"city": "Oslo"}], "It is 12 degrees.", "Good evening!"]
 
 
 @pytest.mark.skipif(not AIDER.exists(), reason="Aider is not installed: make test-agents")

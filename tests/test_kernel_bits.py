@@ -104,6 +104,13 @@ def test_a_group_without_arrangements_fails() -> None:
     assert [name for name, passed in checks.items() if not passed] == ["bits_rows"]
 
 
+@pytest.mark.parametrize(("delayed", "passes"), [([2.0, 2.2], True), ([1.01, 1.02], False)])
+def test_delays_that_hold_nothing_up_fail(delayed: list[float], passes: bool) -> None:
+    digests = {key: ["a"] for key in experiment.GROUPS}
+    raw = {"bases": {"owned": "a", "shared": "a"}, "digests": digests, "quiet_ms": [1.0], "delayed_ms": delayed}
+    assert experiment.figures(Row.__new__(Row), raw)["checks"]["held_up"] is passes
+
+
 def test_the_kernels_machine_steps_given_rows(fake_device: FakeLibrary) -> None:
     """The stand-in's logits follow from a row's token and context, so a row that is fed wrongly shows."""
     engine = stand_in(fake_device, 2, PAGES)

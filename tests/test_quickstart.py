@@ -132,7 +132,6 @@ def test_where_transformers_does_not_fit_the_reference_stands_in_and_the_row_say
     [
         ("sampling=top_p", "sampling=top_p draws tokens"),
         ("routing=uniform", "routing=uniform replaces"),
-        ("engine.numerics=kernel", "engine.numerics=kernel rounds"),
         ("experiment.check=false", "experiment.check=false"),
     ],
 )
@@ -143,7 +142,43 @@ def test_what_has_no_one_right_answer_is_not_compared(
     assert status == 0 and f"not compared with a greedy decode: {why}" in out
     (row,) = read_rows(run / "rows.jsonl")
     assert row.checks == {"schedule_verified": True} and row.equal_tokens is None
-    assert row.dtype == ("bfloat16" if "kernel" in override else "float32")
+
+
+def test_tokens_of_an_engine_that_rounds_may_differ_where_bfloat16_decides(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the kernel's numerics are as they come; then a difference is made up, inside the noise and beyond it."""
+    more = ("batch.size=2", "experiment.prompts=[abc,'x=1']", "engine.numerics=kernel")
+    status, out, err, run = quickstart(tmp_path / "a", capsys, *tiny(folder, *more))
+    (row,) = read_rows(run / "rows.jsonl")
+    assert status == 0 and "error" not in err and row.dtype == "bfloat16"
+    assert row.checks == {"within_noise_of_transformers": True, "schedule_verified": True}
+    assert row.differs_at is not None and len(row.differs_at) == 2
+    sound, compare = GreedyOracle.noise, GreedyOracle.compare
+
+    def other(self: Any, row: int, prompt: Any, tokens: list[int], eos: Any) -> Any:
+        changed = [*tokens[:3], tokens[3] ^ 1, *tokens[4:]] if row else tokens
+        return compare(self, row, prompt, changed, eos)
+
+    monkeypatch.setattr(GreedyOracle, "compare", other)
+    for factor, passes in ((1e9, True), (0, False)):
+        monkeypatch.setattr(GreedyOracle, "noise", lambda *args, by=factor: sound(*args) * by)
+        status, out, err, run = quickstart(tmp_path / str(passes), capsys, *tiny(folder, *more))
+        (row,) = read_rows(run / "rows.jsonl")
+        assert row.checks["within_noise_of_transformers"] is passes and status == int(not passes)
+        assert row.differs_at is not None and row.differs_at[1] == 3
+        assert row.widest_margin is not None and row.margin_noise is not None
+        assert ("bfloat16 may change that by" in out) is passes and ("error: row 1, new token 3" in err) is not passes
+
+
+def test_the_noise_is_that_of_transformers_in_bfloat16(folder: Path, tmp_path: Path) -> None:
+    cfg = load_config(tiny(folder))
+    oracle = GreedyOracle(open_model(cfg.model, cfg.weights, tmp_path))
+    prompt = [5, 9, 70, 3]
+    tokens = oracle.decode(prompt, 8, [])
+    noise = oracle.noise(prompt, tokens)
+    exact = oracle.noise(prompt, tokens[:1])  # of the first position alone
+    assert 0 <= exact <= noise and 0 < noise < 0.1
 
 
 def test_the_trace_of_a_run_is_replayed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,7 @@ class GreedyOracle:
         fits = self._nbytes <= _LARGEST and 2 * self._nbytes < free_memory(torch.device("cpu"))
         self.name = TRANSFORMERS if fits else REFERENCE
         self._theirs = _transformers_model(model) if fits else None
+        self._rounding: Any = None  # the same in bfloat16, made when it is asked for
 
     @torch.no_grad()
     def decode(self, prompt: Sequence[int], new_tokens: int, eos: Sequence[int]) -> list[int]:
@@ -72,6 +74,21 @@ class GreedyOracle:
         return None
 
     @torch.no_grad()
+    def noise(self, prompt: Sequence[int], tokens: Sequence[int]) -> float:
+        """What bfloat16 does at most to the margin between the two largest logits, before any of `tokens`.
+
+        By transformers' own model in bfloat16 and float32; there has to be one.
+        """
+        assert self._theirs is not None
+        if self._rounding is None:
+            self._rounding = copy.deepcopy(self._theirs).to(torch.bfloat16)
+        ids = torch.tensor([[*prompt, *tokens[:-1]]])
+        exact, rounded = (each(ids).logits[0, len(prompt) - 1 :].float() for each in (self._theirs, self._rounding))
+        first, second = exact.topk(2).indices.unsqueeze(-1).unbind(1)
+        margins = [(logits.gather(1, first) - logits.gather(1, second)) for logits in (exact, rounded)]
+        return float((margins[0] - margins[1]).abs().max())
+
+    @torch.no_grad()
     def _margin(self, context: list[int]) -> float:
         if self._theirs is not None:
             logits = self._theirs(torch.tensor([context])).logits[0, -1]
@@ -98,14 +115,13 @@ def _transformers_model(model: Model) -> Any:
     else:
         config._attn_implementation = "eager"
         theirs = Cohere2MoeForCausalLM(config).float()
-        theirs.load_state_dict(_transformers_state(model))
+        theirs.load_state_dict(transformers_state(model.geometry, model.source.tensor))
     theirs.generation_config = type(theirs.generation_config)()  # the folder's may sample
     return theirs.eval()
 
 
-def _transformers_state(model: Model) -> dict[str, torch.Tensor]:
-    """The source's tensors under the names of transformers' modules."""
-    geometry, get = model.geometry, model.source.tensor
+def transformers_state(geometry: Geometry, get: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A source's tensors in float32, under the names of transformers' modules."""
     state = {name: get(name).float() for name in (tensors.EMBED, tensors.FINAL_NORM)}
     state["lm_head.weight"] = state[tensors.EMBED]  # tied
     for layer in range(geometry.layers):
