@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +49,7 @@ def fit_operations(steps: Sequence[Measured], start: Costs) -> Costs:
         else:
             op.row, op.close = _line(entries.rows[chosen], entries.alone[chosen], before.close)
         ops[name] = op
-    gaps = {name: max(0.0, float(np.nanmedian(values))) for name, values in entries.gaps.items()}
+    gaps: dict[str, Any] = {name: max(0.0, float(np.nanmedian(values))) for name, values in entries.gaps.items()}
     return dataclasses.replace(start, ops=ops, **gaps)
 
 
