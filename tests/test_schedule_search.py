@@ -12,7 +12,7 @@ import pytest
 from experiments import schedule_paired, schedule_search
 from experiments.schedule_figures import spearman
 from experiments.schedule_ladder import LABELS
-from mk.compose import load_config
+from mk.compose import load_config, vary
 from mk.config import Config
 from mk.errors import MkError
 from mk.graph import LAYER_WAVES, StepShape
@@ -223,6 +223,15 @@ def test_the_experiment_refuses_what_it_cannot_rank(tmp_path: Path) -> None:
         schedule_search.main(load_config(["experiment=schedule_search", "gpu=h100"]))
     with pytest.raises(MkError, match="starts from a static schedule"):
         schedule_search.main(load_config(["experiment=schedule_search", "schedule=work_stealing"]))
+
+
+def test_a_variant_takes_a_stored_schedule_as_the_command_line_does(tmp_path: Path) -> None:
+    base = load_config(["experiment=decode_throughput"])
+    own = dataclasses.replace(StoredSchedule.of(base), split_keys=256, window=6, waves=LAYER_WAVES)
+    own.save(tmp_path / "schedule.yaml", "found by hand")
+    chosen = ["schedule=search", f"schedule.path={tmp_path / 'schedule.yaml'}"]
+    varied = vary(base, chosen)
+    assert varied == load_config(["experiment=decode_throughput", *chosen]) and StoredSchedule.of(varied) == own
 
 
 def test_schedules_run_in_turn_on_the_card(
