@@ -89,7 +89,7 @@ def on_card(
                 found[label] = []
                 _by_itself(cfg, run, label, job, executed, found[label])
             else:
-                benches[label] = _opened(job)
+                benches[label] = opened(job)
         except FAILS as error:
             failed.append(f"{label}: {error}")
             print(f"failed: {error}", flush=True)
@@ -102,7 +102,8 @@ def on_card(
     return found, failed
 
 
-def _opened(job: Config) -> Bench:
+def opened(job: Config) -> Bench:
+    """On the card, and checked: raises one of `FAILS` where that fails."""
     bench = Bench.open(job)
     bench.check()
     return bench
@@ -112,7 +113,7 @@ def _by_itself(
     cfg: Config, run: RunFolder, label: str, job: Config, executed: dict[int, dict[str, str]], rows: list[Row]
 ) -> None:
     """Fills rows, a batch each; nothing of the bench outlives the call. executed: by batch, what ran before."""
-    bench = _opened(job)
+    bench = opened(job)
     for batch in cfg.experiment.batches:
         executed[batch][label] = bench.executed(batch)
         require_apart(executed[batch], batch)

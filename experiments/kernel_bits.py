@@ -32,6 +32,7 @@ from mk.rows import Row
 from mk.runs import RunFolder
 from mk.runtime import DELAYS
 from mk.schedule.lower import Program
+from mk.schedule.placement import OWNING, PLACEMENTS
 
 WRAPS = (2**31 - 3, 2**32 - 3)  # epochs three steps before a counter's sign and its range change
 WRAP_STEPS = 6
@@ -216,7 +217,7 @@ class Bench:
 
     def shared_plans(self) -> list[tuple[str, Plan]]:
         """The other placements by both schedules, in the default order."""
-        placements = [name for name in group_options("placement") if name != "row_owner"]
+        placements = [name for name in PLACEMENTS if name not in OWNING]
         return [choice for placement in placements for choice in self._both_schedules("default", placement)]
 
     def _both_schedules(self, order: str, placement: str) -> Iterator[tuple[str, Plan]]:

@@ -151,8 +151,6 @@ def comparisons(row: Row, again: Row) -> Iterator[Comparison]:
         return
     if row.p50_ms is not None and row.p10_ms is not None and row.p90_ms is not None:
         yield of("p50_ms", row.p10_ms, row.p90_ms)
-    elif row.paired_ms is not None and row.paired_ci95_ms:
-        yield of("paired_ms", row.paired_ms - row.paired_ci95_ms, row.paired_ms + row.paired_ci95_ms)
     if row.ratio is not None and row.ratio_low is not None and row.ratio_high is not None:
         yield of("ratio", row.ratio_low, row.ratio_high)
     if row.scores is not None:

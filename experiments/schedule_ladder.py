@@ -31,7 +31,7 @@ def regret_table(times: Mapping[str, Mapping[str, float]]) -> str:
     lines = [f"{'routing':14}" + "".join(f"{label:>18}" for label in LABELS)]
     for routing, of in times.items():
         best = min(of.values())
-        lines.append(f"{routing:14}" + "".join(f"{of[la]:9.3f} +{100 * of[la] / best - 100:6.2f}%" for la in LABELS))
+        lines.append(f"{routing:14}" + "".join(f"{of[la]:9.3f} +{100 * (of[la] / best - 1):6.2f}%" for la in LABELS))
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from experiments import schedule_paired
+from experiments import decode_throughput, schedule_paired
 from experiments.console import progress
 from experiments.schedule_ladder import draw_ladder, ladder_table, regret_table
 from mk.config import Config, RoutingConfig
@@ -52,19 +52,24 @@ class Step:
 
 
 def main(cfg: Config) -> int:
-    """Exit status 0; whatever is wrong is an MkError."""
+    """Exit status: 0, or 1 where a schedule failed on the card, or the configured one differs from itself there."""
     settings, costs = cfg.experiment, costs_of(cfg.gpu)
     if cfg.schedule.name != "static":
         raise MkError(f"schedule_search starts from a static schedule, not {cfg.schedule.name}", hint="schedule=static")
     geometry = PRESETS.get(cfg.model.preset)
     if geometry is None or cfg.model.path is not None:
         raise MkError("schedule_search takes a geometry alone", hint="model=north_mini_code, or model=slice")
+    on_card = bool(settings.rounds) and torch.cuda.is_available()
+    if on_card:
+        decode_throughput.check(decode_throughput.job_of(cfg))
     found: list[Row] = []
+    failed: list[str] = []
     with RunFolder.create(cfg) as run:
         for batch in settings.batches:
             sample = Sample.draw(geometry, cfg.routing, [settings.context] * batch)
             bucket = bucket_for(settings.context + settings.steps)
-            judge = Judge(geometry, sample, bucket, cfg.gpu.sms, costs, cfg.engine.ring.slots)
+            sm_map = Plan.from_config(cfg).sm_map
+            judge = Judge(geometry, sample, bucket, cfg.gpu.sms, costs, cfg.engine.ring.slots, sm_map)
             steps = ladder(cfg, run, judge)
             rows = [_append(step, run, judge) for step in steps]
             found += rows
@@ -72,12 +77,14 @@ def main(cfg: Config) -> int:
             routed = robustness(steps, run, judge)
             if routed:
                 print(f"\nmilliseconds by routing, and regret\n{regret_table(routed)}", flush=True)
-            if settings.rounds and torch.cuda.is_available():
+            if on_card:
                 simulated = {step.label: row.p50_ms or 0.0 for step, row in zip(steps, rows, strict=True)}
-                schedule_paired.compare(cfg, run, {s.label: s.config for s in steps}, simulated, batch)
+                failed += schedule_paired.compare(cfg, run, {s.label: s.config for s in steps}, simulated, batch)
         draw_ladder(found, run.path / "ladder.png", f"{cfg.model.name}, {cfg.gpu.name}, simulated")
+        for message in failed:
+            print(f"failed: {message}")
         print(f"\nrun folder: {run.path}")
-    return 0
+    return int(bool(failed))
 
 
 def ladder(cfg: Config, run: RunFolder, judge: Judge) -> list[Step]:

@@ -66,7 +66,8 @@ class DecodeThroughput:
 @dataclass(slots=True)
 class SimulatorAccuracy:
     name: str
-    rows: str  # a file of measured rows
+    rows: list[str]  # folders of measured rows, or patterns of their names
+    fitted: list[str]  # wave orders whose rows the constants were fitted to
 
 
 @dataclass(slots=True)
@@ -74,8 +75,7 @@ class ScheduleSearch(DecodeThroughput):
     candidates: int  # random schedules that are simulated
     local_steps: int  # changes of the best one that are tried after them
     seed: int
-    rounds: int  # of all schedules in turn on the card; 0 = only simulate
-    time_limit_s: float  # of the runs of one batch on the card
+    rounds: int  # blocks that the steps are cut into, all schedules in turn on the card; 0 = only simulate
 
     def __post_init__(self) -> None:
         DecodeThroughput.__post_init__(self)
@@ -252,6 +252,19 @@ class SlowSm:
             require_at_least(f"experiment.{field}", getattr(self, field), 1)
         for field in ("warmup", "sm"):
             require_at_least(f"experiment.{field}", getattr(self, field), 0)
+
+
+@dataclass(slots=True)
+class SmMap:
+    name: str
+    launches: int  # of the probe
+    lines: int  # counters that a pair hands back and forth in a launch, one after the other
+    rounds: int  # of each
+    time_limit_s: float  # of a launch
+
+    def __post_init__(self) -> None:
+        for field in ("launches", "lines", "rounds", "time_limit_s"):
+            require_at_least(f"experiment.{field}", getattr(self, field), 1)
 
 
 @dataclass(slots=True)

@@ -2,65 +2,112 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from mk.compose import vary
+from experiments.console import progress
 from mk.config import Config
 from mk.errors import MkError
-from mk.model.geometry import PRESETS, Geometry
-from mk.programs import Plan, bucket_for
-from mk.rows import Row, read_rows
 from mk.runs import RunFolder
-from mk.schedule.simulate import costs_of, estimate, ring_of
-from mk.schedule.simulator.expand import Sample
-
-AHEAD = 256  # keys beyond a row's mean context that its lists have room for
+from mk.schedule.measured import Measured, read_folder
+from mk.schedule.simulate import costs_of, ring_of
+from mk.schedule.simulator.work import Ring
 
 
 def main(cfg: Config) -> int:
-    """Exit status 0; a row a batch, with the rank correlation and the mean error over its schedules."""
-    path = Path(cfg.experiment.rows)
-    if not path.is_file():
-        raise MkError(
-            f"experiment.rows={path} is no file", hint="experiment.rows=results/h200/wave_order_ablation.jsonl"
-        )
-    geometry = PRESETS.get(cfg.model.preset or "")
-    if geometry is None or cfg.model.path is not None:
-        raise MkError("simulator_accuracy takes a geometry alone", hint="model=north_mini_code, or model=slice")
-    measured = [row for row in read_rows(path) if usable(cfg, row)]
-    if not measured:
-        raise MkError(f"experiment.rows={path} has no measured step of {cfg.model.name} on {cfg.gpu.name}")
+    """Exit status 0; rows for each batch and for all, over all schedules and over parts of them."""
+    settings, costs = cfg.experiment, costs_of(cfg.gpu)
+    found: dict[tuple[str, int], Measured] = {}  # a configuration that several runs timed counts once
+    for step in (step for folder in folders(settings.rows) for step in read_folder(folder)):
+        if usable(cfg, step):
+            found.setdefault((step.row.config_hash, step.row.batch), step)
+    steps = list(found.values())
+    if not steps:
+        raise MkError(f"experiment.rows={settings.rows} has no measured step of {cfg.model.name} on {cfg.gpu.name}")
+    steps.sort(key=lambda step: (step.row.batch, step.p50_ms))
+    simulated = []
+    with progress("simulating", len(steps)) as done:
+        for number, step in enumerate(steps, 1):
+            simulated.append(step.simulated_ms(costs))
+            done(number)
+    for step, ms in zip(steps, simulated, strict=True):
+        mark = "fitted" if step.row.wave_order in settings.fitted else ""
+        shown = f"{step.p50_ms:9.4f} ms   simulated {ms:9.4f}  {ms / step.p50_ms - 1:+7.1%}"
+        print(f"batch {step.row.batch}  {step.label:72}{shown}  {mark}")
     with RunFolder.create(cfg) as run:
-        for batch in sorted({row.batch for row in measured}):
-            rows = [row for row in measured if row.batch == batch]
-            simulated = [simulate_row(cfg, geometry, row) for row in rows]
-            raw = {"kind": "simulated_ranks", "p50_ms": [row.p50_ms for row in rows], "simulated_ms": simulated}
-            found = run.measured(
-                raw, engine="simulator", dtype="bfloat16", clock="simulated", batch=batch, context=rows[0].context
+        print(f"\n{'schedules':44}{'number':>7}{'rank correlation':>18}{'mean error':>12}")
+        for label, places in groups(steps, settings.fitted, ring_of(cfg.engine.ring)).items():
+            raw = raw_of(steps, simulated, places)
+            last = steps[places[-1]].row
+            row = run.measured(
+                raw,
+                engine="simulator",
+                dtype="bfloat16",
+                clock="simulated",
+                batch=last.batch,
+                context=last.context,
+                arm=label,
             )
-            run.append_row(found, raw)
-            print(
-                f"\nbatch {batch}, {found.schedules} schedules: rank correlation {found.rank_correlation:.2f}, "
-                f"mean error {found.mean_error:.1%}"
-            )
-            for row, ms in sorted(zip(rows, simulated, strict=True), key=lambda pair: pair[0].p50_ms or 0.0):
-                name = f"{row.schedule} {row.wave_order} {row.placement}"
-                print(f"{name:48}{row.p50_ms:9.4f} ms   simulated {ms:9.4f}  {ms / row.p50_ms - 1:+7.1%}")
+            run.append_row(row, raw)
+            print(f"{label:44}{row.schedules:7}{row.rank_correlation:18.3f}{row.mean_error:12.1%}")
         print(f"\nrun folder: {run.path}")
     return 0
 
 
-def usable(cfg: Config, row: Row) -> bool:
-    """Whether the row is a whole step, by the clock of a card, of the configured model, card and routing."""
-    axes = (row.engine, row.model, row.gpu, row.routing) == ("cuda", cfg.model.name, cfg.gpu.name, cfg.routing.name)
-    return axes and row.clock is None and row.bound is None and row.p50_ms is not None
+def folders(patterns: Sequence[str]) -> list[Path]:
+    """Of run or kept folders, each once. Raises MkError for a pattern that none fits."""
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        fitting = sorted(path for path in Path().glob(pattern) if path.is_dir()) if pattern[:1] != "/" else []
+        fitting = fitting or ([Path(pattern)] if Path(pattern).is_dir() else [])
+        if not fitting:
+            raise MkError(
+                f"experiment.rows: no folder is {pattern}",
+                hint="experiment.rows=['results/h200/*-plan_ablation-*'], or folders of runs/",
+            )
+        found |= dict.fromkeys(fitting)
+    return list(found)
 
 
-def simulate_row(cfg: Config, geometry: Geometry, row: Row) -> float:
-    """The step that a row measured, simulated, in milliseconds."""
-    axes = [f"schedule={row.schedule}", f"wave_order={row.wave_order}", f"placement={row.placement}"]
-    varied = vary(cfg, axes)
-    sample = Sample.draw(geometry, cfg.routing, row.context * (row.batch // len(row.context)))
-    bucket = bucket_for(max(row.context) + AHEAD)
-    us = estimate(Plan.from_config(varied), geometry, sample, bucket, costs_of(varied.gpu), ring_of(varied.engine.ring))
-    return us / 1e3
+def usable(cfg: Config, step: Measured) -> bool:
+    """Whether the step is of the configured model, card and routing."""
+    row = step.row
+    return (row.model, row.gpu, row.routing) == (cfg.model.name, cfg.gpu.name, cfg.routing.name)
+
+
+def groups(steps: Sequence[Measured], fitted: Sequence[str], usual: Ring) -> dict[str, list[int]]:
+    """Places in `steps` by what they have in common: each batch, and all together.
+
+    Of those with the usual ring: all that the constants were not fitted to, and of them the rows of owned strips, which
+    alone were traced, and the others. Then the plan of the other rings with every one of them.
+    """
+    batches = sorted({step.row.batch for step in steps})
+    rings = {(step.row.schedule, step.row.wave_order, step.row.placement) for step in steps if step.ring != usual}
+    found: dict[str, list[int]] = {}
+    for of in [[batch] for batch in batches] + [batches] * (len(batches) > 1):
+        name = f"batch {' and '.join(map(str, of))}"
+        mine = [place for place, step in enumerate(steps) if step.row.batch in of]
+        plans = [place for place in mine if steps[place].ring == usual]
+        if fitted:
+            found[f"{name}, fitted"] = [place for place in plans if steps[place].row.wave_order in fitted]
+            plans = [place for place in plans if steps[place].row.wave_order not in fitted]
+        owned = [place for place in plans if steps[place].row.placement == "row_owner"]
+        found[f"{name}: plans"] = plans
+        found[f"{name}: row_owner"] = owned
+        found[f"{name}: other placements"] = [place for place in plans if place not in owned]
+        row_of = {place: steps[place].row for place in mine}
+        found[f"{name}: rings"] = [
+            place for place, row in row_of.items() if (row.schedule, row.wave_order, row.placement) in rings
+        ]
+    return {name: places for name, places in found.items() if places}
+
+
+def raw_of(steps: Sequence[Measured], simulated: Sequence[float], places: Sequence[int]) -> dict[str, Any]:
+    return {
+        "kind": "simulated_ranks",
+        "labels": [f"batch {steps[place].row.batch} {steps[place].label}" for place in places],
+        "digests": [steps[place].row.digest for place in places],  # of the measured rows
+        "p50_ms": [steps[place].p50_ms for place in places],
+        "simulated_ms": [simulated[place] for place in places],
+    }

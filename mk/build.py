@@ -155,6 +155,19 @@ def build_for(config: Config, geometry: Geometry, splits: SplitPolicy, *more: st
     return build(geometry, splits, defines=(*defines_of(config), *more))
 
 
+def build_probe(source: Path, cache: Path | None = None) -> Path:
+    """Build (or find in the cache) the library of one file of mk/probes, which may include what mk/csrc has.
+
+    Raises MkError like `build`.
+    """
+    nvcc, builds = find_nvcc(), _builds(cache)
+    parts = {source.name: source.read_text()}  # beside csrc, which is in every hash
+    recipe = _Recipe(nvcc, {}, FLAGS, builds / _hash(_version(nvcc), parts, FLAGS), source)
+    if not (recipe.folder / "libmk.so").is_file():
+        _compile(recipe)
+    return recipe.folder / "libmk.so"
+
+
 def defines_of(config: Config) -> tuple[str, ...]:
     """What the kernel is compiled with beyond its geometry: nothing, but for an ablation."""
     ring, handoff = config.engine.ring, config.engine.handoff
@@ -187,14 +200,18 @@ class _Recipe:
     headers: Mapping[str, str]
     flags: Sequence[str]
     folder: Path
+    source: Path = CSRC / "kernel.cu"
 
 
 def _recipe(geometry: Geometry, splits: SplitPolicy, cache: Path | None, defines: tuple[str, ...] = ()) -> _Recipe:
     nvcc = find_nvcc()
     headers = {"isa.h": c_header(), "geometry.h": geometry_header(geometry, splits)}
     flags = (*FLAGS, *(f"-D{define}" for define in defines))
-    builds = cache or Path(os.environ.get("MK_BUILD_DIR", CSRC.parent.parent / "build"))
-    return _Recipe(nvcc, headers, flags, builds / _hash(_version(nvcc), headers, flags))
+    return _Recipe(nvcc, headers, flags, _builds(cache) / _hash(_version(nvcc), headers, flags))
+
+
+def _builds(cache: Path | None) -> Path:
+    return cache or Path(os.environ.get("MK_BUILD_DIR", CSRC.parent.parent / "build"))
 
 
 def _version(nvcc: Path) -> str:
@@ -227,7 +244,7 @@ def _compile(recipe: _Recipe) -> None:
             (partial / name).write_text(text)
         wheel_libraries = nvcc.resolve().parent.parent / "lib"  # where the wheels put what a toolkit has in lib64
         command = [str(nvcc), *flags, f"-I{partial}", f"-I{CSRC}", f"-L{wheel_libraries}"]
-        command += ["-o", str(partial / "libmk.so"), str(CSRC / "kernel.cu")]
+        command += ["-o", str(partial / "libmk.so"), str(recipe.source)]
         run = subprocess.run(command, capture_output=True, text=True)
         if run.returncode:
             lines = (run.stderr + run.stdout).strip().splitlines() or [f"status {run.returncode}"]

@@ -53,9 +53,14 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
     except (HydraException, OmegaConfBaseException) as error:
         raise _explain(error, overrides) from error
     assert isinstance(config, Config)
-    if config.schedule.path is not None:
-        config = StoredSchedule.load(Path(config.schedule.path)).apply(config)
-    return config
+    return _with_schedule(config)
+
+
+def _with_schedule(config: Config) -> Config:
+    """With the axes of the schedule that `schedule.path` names, if any."""
+    if config.schedule.path is None:
+        return config
+    return StoredSchedule.load(Path(config.schedule.path)).apply(config)
 
 
 def stored_config(values: Mapping[str, Any]) -> Config:
@@ -103,7 +108,7 @@ def vary(config: Config, overrides: Sequence[str]) -> Config:
     except (HydraException, OmegaConfBaseException) as error:
         raise _explain(error, overrides) from error
     assert isinstance(varied, Config)
-    return varied
+    return _with_schedule(varied)
 
 
 def _has(tree: DictConfig, key: str) -> bool:

@@ -96,6 +96,10 @@ class PlacementConfig:
     """Which SM gets which task."""
 
     name: str
+    path: str | None = None  # sm_map: the file that holds it
+
+    def __post_init__(self) -> None:
+        check_optional("placement", self, ("path",) if self.name == "sm_map" else ())
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mk.config import Config
 from mk.errors import MkError
@@ -13,6 +14,8 @@ from mk.roofline import uniform_experts
 from mk.schedule.costs import Costs
 from mk.schedule.greedy import Earliest, greedy_order
 from mk.schedule.lower import Program, lower
+from mk.schedule.placement import OWNING, make_placement
+from mk.schedule.sm_map import SmMap
 from mk.splits import SplitPolicy
 from mk.verify import verify
 
@@ -37,19 +40,26 @@ class Plan:
     splits: SplitPolicy = SplitPolicy()
     barriers: bool = False  # between waves, in the place of waits for what is read
     costs: Costs | None = None  # with them, list scheduling chooses the order and the SMs (mk/schedule/greedy.py)
+    sm_map: SmMap | None = None  # of placement=sm_map
 
     @classmethod
     def from_config(cls, config: Config) -> Plan:
-        """Raises MkError for schedule=greedy on a card without costs, or beside a placement that it has no use for."""
+        """Raises MkError for schedule=greedy on a card without costs, or beside a placement that it has no use for, and
+        for a map that is none of the card.
+        """
         schedule, attention = config.schedule, config.engine.attention
         greedy = schedule.name == "greedy"
         if greedy and config.gpu.costs is None:
             raise MkError(f"schedule=greedy needs costs, and gpu={config.gpu.name} has none", hint="gpu=h200")
-        if greedy and config.placement.name != "row_owner":
+        if greedy and config.placement.name not in OWNING:
             raise MkError(
                 f"schedule=greedy places tasks itself, not placement={config.placement.name}",
                 hint="placement=row_owner",
             )
+        sm_map = None
+        if config.placement.name == "sm_map":
+            sm_map = SmMap.load(Path(config.placement.path or ""))
+            sm_map.require(config.gpu.name, config.gpu.sms)
         return cls(
             n_sm=config.gpu.sms,
             wave_order=tuple(config.wave_order.waves),
@@ -60,6 +70,7 @@ class Plan:
             splits=SplitPolicy(attention.split_keys, attention.max_splits),
             barriers=config.engine.handoff.barriers,
             costs=config.gpu.costs if greedy else None,
+            sm_map=sm_map,
         )
 
     def lower(self, geometry: Geometry, rows: int, bucket: int, draws: bool = False) -> Program:
@@ -72,7 +83,7 @@ class Plan:
             rows,
             bucket,
             self.n_sm,
-            own_rows=self.placement == "row_owner",
+            own_rows=self.placement in OWNING,
             attention_claimers=self.attention_claimers,
             moe_claimers=self.moe_claimers,
             claim_ahead=self.claim_ahead,
@@ -80,9 +91,10 @@ class Plan:
             draws=draws,
         )
         if self.costs is None:
-            return lower(shape, self.wave_order, self.placement, barriers=self.barriers)
+            placer = make_placement(self.placement, shape, self.sm_map)
+            return lower(shape, self.wave_order, self.placement, placer, self.barriers)
         order = greedy_order(shape, self.costs, uniform_experts(geometry, rows))
-        return lower(shape, order, self.placement, Earliest(shape, self.costs), self.barriers)
+        return lower(shape, order, self.placement, Earliest(shape, self.costs, self.sm_map), self.barriers)
 
 
 def programs_by_size(geometry: Geometry, sizes: Sequence[int], plan: Plan) -> dict[int, Programs]:

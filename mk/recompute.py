@@ -24,7 +24,6 @@ Figures = Callable[[Row, dict[str, Any]], dict[str, Any]]
 KINDS = {  # raw["kind"]: where its function is
     "steps": "mk.recompute:steps",  # of a decode: mk/step_figures.py
     "decoded": "experiments.quickstart_report:figures",  # a batch to its end
-    "rounds": "experiments.schedule_figures:rounds",  # schedules that ran in turn
     "simulated_schedule": "experiments.schedule_figures:simulated",
     "simulated_ranks": "experiments.schedule_figures:ranks",
     "prefill_calls": "experiments.prefill_rates:calls",
@@ -39,6 +38,7 @@ KINDS = {  # raw["kind"]: where its function is
     "findings": "experiments.sanitize:figures",
     "cached_answers": "experiments.serving_figures:cached_answers",
     "options": "experiments.serving_figures:options",
+    "handoffs": "experiments.sm_map:figures",
     "interruption": "experiments.served_figures:interruption",
     "between_tokens": "experiments.served_figures:between_tokens",
     "answers": "evals.report:figures",

@@ -120,17 +120,18 @@ class Row:
     slow_sm_tiles: float | None = None  # attention splits and expert tiles that SM took in a step
     mean_sm_tiles: float | None = None  # the same, mean over all SMs
     clock: str | None = None  # simulated: p50_ms is the simulator's; left out where a clock measured it
-    simulated_ms: float | None = None  # what the simulator gave for a step that was measured
     dependencies_ms: float | None = None  # simulated bounds of this schedule: a memory that takes no time,
     zero_wait_ms: float | None = None  # no waits for other SMs,
     busiest_ms: float | None = None  # and the busiest role of an SM alone
     bytes_ms: float | None = None  # bytes_per_step / the card's measured bandwidth, which no schedule changes
     regret: float | None = None  # beyond the fastest schedule of the run for this routing, as a share of it
-    paired_ms: float | None = None  # mean p50 beyond that of the run's configured schedule, round by round
-    paired_ci95_ms: float | None = None  # half of the interval around it
     schedules: int | None = None  # that the next two are over
     rank_correlation: float | None = None  # Spearman's, of simulated and measured p50 over the run's schedules
     mean_error: float | None = None  # of simulated p50, relative, over the same
+    handoff_ns: float | None = None  # from one SM's signal to another's seeing it: mean over pairs,
+    handoff_ns_least: float | None = None  # and of the SM with the least mean over its partners,
+    handoff_ns_most: float | None = None  # and with the most
+    handoff_repeats: float | None = None  # rank correlation of SMs' means of the first and the last launch
     bound: str | None = None  # not a decode, but what none can beat: zero_wait, with every wait for other SMs left out;
     # oracle, with expert ids known before the step
     waves: int | None = None  # parts of a step that were compared with the interpreter's

@@ -19,6 +19,7 @@ from mk.model.geometry import PRESETS
 from mk.recompute import different
 from mk.roofline import uniform_experts
 from mk.rows import Row, read_raw, read_rows
+from mk.schedule.placement import PLACEMENTS
 from tests.device_rig import FakeLibrary, fake_device
 from tests.test_decode_throughput import stand_in
 
@@ -78,10 +79,10 @@ def test_the_ablations_have_what_they_are_named_for() -> None:
 
     orders = values("wave_order_ablation", lambda job: job.wave_order.name)
     assert orders == ["default", "interleaved", "attention_first", "oproj_before_down"]
-    assert set(values("placement_ablation", lambda job: job.placement.name)) == set(group_options("placement"))
+    assert set(values("placement_ablation", lambda job: job.placement.name)) == set(PLACEMENTS)
     plans = values("plan_ablation", lambda job: (job.wave_order.name, job.placement.name, job.schedule.name))
     orders = set(group_options("wave_order")) - {"custom"}
-    assert sorted(plans) == sorted(itertools.product(orders, group_options("placement"), ("static", "work_stealing")))
+    assert sorted(plans) == sorted(itertools.product(orders, PLACEMENTS, ("static", "work_stealing")))
     claimers = values("schedule_ablation", lambda job: (job.schedule.attention_claimers, job.schedule.moe_claimers))
     assert claimers == [(None, None), (33, 33), (66, 66), (132, 132)]
     routings = values("routing_ablation", lambda job: job.routing)

@@ -28,6 +28,7 @@ from mk.model.tensors import WeightSource
 from mk.programs import Plan, Programs
 from mk.runtime import Runtime, StepAborted, pack_keys, pack_values
 from mk.schedule.lower import Program
+from mk.schedule.placement import PLACEMENTS
 from mk.splits import SplitPolicy
 
 pytestmark = pytest.mark.gpu
@@ -157,8 +158,8 @@ ORDERS = [name for name in group_options("wave_order") if name != "custom"]
 CHOICES = [
     *(("static", order, "row_owner") for order in ORDERS),
     *(("work_stealing", order, "row_owner") for order in ORDERS),
-    *(("static", "default", placement) for placement in group_options("placement") if placement != "row_owner"),
-    *(("work_stealing", "default", placement) for placement in group_options("placement") if placement != "row_owner"),
+    *(("static", "default", placement) for placement in PLACEMENTS if placement != "row_owner"),
+    *(("work_stealing", "default", placement) for placement in PLACEMENTS if placement != "row_owner"),
 ]
 
 

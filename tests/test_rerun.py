@@ -110,7 +110,5 @@ def test_figures_are_held_to_the_intervals_of_their_rows(tmp_path: Path) -> None
     assert outside(row, p50_ms=None) == ["p50_ms"]
     simulated = dataclasses.replace(row, clock="simulated", ratio=None)
     assert outside(simulated, p50_ms=2.0 + 1e-10) == [] and outside(simulated, p50_ms=2.001) == ["p50_ms"]
-    paired = dataclasses.replace(row, p10_ms=None, paired_ms=-0.01, paired_ci95_ms=0.004, ratio=None)
-    assert outside(paired, paired_ms=-0.013) == [] and outside(paired, paired_ms=0.0) == ["paired_ms"]
     scored = dataclasses.replace(row, p50_ms=None, ratio=None, score=0.5, scores=[0.4, 0.6])
     assert outside(scored, score=0.6) == [] and outside(scored, score=0.7) == ["score"]

@@ -13,8 +13,10 @@ from mk.errors import MkError
 from mk.model.geometry import PRESETS
 from mk.programs import Plan
 from mk.runs import RunFolder
+from mk.schedule import fit
 from mk.schedule.costs import Costs, OpCosts
-from mk.schedule.fit import fit_operations, fit_shared, mean_error, moved, read_folder, to_yaml
+from mk.schedule.fit import fit_operations, fit_shared, mean_error, moved, to_yaml
+from mk.schedule.measured import read_folder
 from mk.schedule.simulate import Simulated, costs_of, estimate, ring_of, simulate
 from mk.schedule.simulator.expand import Sample
 
@@ -74,6 +76,16 @@ def test_a_fit_meets_the_measured_steps(folder: Path) -> None:
     block = yaml.safe_load(to_yaml(fitted))["costs"]
     ops = {name: OpCosts(**values) for name, values in block.pop("ops").items()}
     assert mean_error(steps, Costs(**block, ops=ops)) == pytest.approx(mean_error(steps, fitted), abs=0.005)
+
+
+def test_rows_of_other_wave_orders_are_left_to_judge_by(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fit, "fit_shared", lambda costs, error, told: costs)
+    assert fit.main([str(folder), "orders=parted,oproj_before_down"]) == 0
+    assert capsys.readouterr().out.count(": measured") == 2
+    with pytest.raises(MkError, match="no measured steps"):
+        fit.main([str(folder), "orders=parted"])
 
 
 def test_descent_moves_one_constant_at_a_time() -> None:

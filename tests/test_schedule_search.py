@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from experiments import schedule_paired, schedule_search
-from experiments.schedule_figures import paired, spearman
+from experiments.schedule_figures import spearman
 from experiments.schedule_ladder import LABELS
-from mk.compose import load_config
+from mk.compose import load_config, vary
 from mk.config import Config
 from mk.errors import MkError
 from mk.graph import LAYER_WAVES, StepShape
@@ -20,7 +20,6 @@ from mk.isa import ISA, Word
 from mk.model.geometry import PRESETS
 from mk.programs import Plan
 from mk.roofline import uniform_experts
-from mk.rows import Row
 from mk.runs import RunFolder
 from mk.schedule.bounds import bounds
 from mk.schedule.costs import Costs, OpCosts
@@ -30,10 +29,13 @@ from mk.schedule.simulate import costs_of, estimate, ring_of
 from mk.schedule.simulator.expand import Sample
 from mk.schedule.stored import StoredSchedule
 from mk.verify import verify
+from tests.device_rig import FakeLibrary, fake_device
 from tests.promotion import committed, folder_of, no, repository, require_kept
+from tests.test_decode_throughput import stand_in
+from tests.test_decode_variants import CARD
 from tests.tiny_model import tiny_geometry
 
-__all__ = ["committed", "repository"]
+__all__ = ["committed", "fake_device", "repository", "stand_in"]
 
 NORTH = PRESETS["north_mini_code"]
 SLICE = ["experiment=schedule_search", "model=slice", "gpu.sms=16"]
@@ -223,29 +225,39 @@ def test_the_experiment_refuses_what_it_cannot_rank(tmp_path: Path) -> None:
         schedule_search.main(load_config(["experiment=schedule_search", "schedule=work_stealing"]))
 
 
-def test_schedules_that_ran_in_turn_are_kept(committed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with its own configuration; what was said of one round alone is not said of all."""
-    cfg = load_config(["experiment=schedule_search", f"run_dir={tmp_path / 'runs'}"])
+def test_a_variant_takes_a_stored_schedule_as_the_command_line_does(tmp_path: Path) -> None:
+    base = load_config(["experiment=decode_throughput"])
+    own = dataclasses.replace(StoredSchedule.of(base), split_keys=256, window=6, waves=LAYER_WAVES)
+    own.save(tmp_path / "schedule.yaml", "found by hand")
+    chosen = ["schedule=search", f"schedule.path={tmp_path / 'schedule.yaml'}"]
+    varied = vary(base, chosen)
+    assert varied == load_config(["experiment=decode_throughput", *chosen]) and StoredSchedule.of(varied) == own
+
+
+def test_schedules_run_in_turn_on_the_card(
+    committed: Path, stand_in: FakeLibrary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each with its own configuration, the configured one first and twice; of two that execute the same, one."""
+    cfg = load_config(["experiment=schedule_search", *CARD, f"run_dir={tmp_path / 'runs'}"])
     other = dataclasses.replace(cfg, placement=dataclasses.replace(cfg.placement, name="round_robin"))
-    times = iter([2.0, 2.5, 2.1, 2.4])
-
-    def run(job: Config) -> list[Row]:
-        return [folder.under(job).row(engine="cuda", dtype="bfloat16", batch=1, context=[8192], checks={"equal": True},
-                                      p50_ms=next(times), p10_ms=1.0, pct_nominal=50.0, steps=9)]  # fmt: skip
-
-    monkeypatch.setattr(schedule_paired.decode_throughput, "run", run)
-    monkeypatch.setattr(cfg.experiment, "rounds", 2)
+    broken = dataclasses.replace(cfg, placement=dataclasses.replace(cfg.placement, name="sm_map", path="nowhere"))
+    schedules = {"other": other, "configured": cfg, "twin": cfg, "broken": broken}
+    simulated = {"other": 2.6, "configured": 2.0, "twin": 2.0, "broken": 1.0}
     with RunFolder.create(cfg) as folder:
-        schedule_paired.compare(cfg, folder, {"configured": cfg, "other": other}, {"configured": 2.0, "other": 2.6}, 1)
-    names = ("p50_ms", "paired_ms", "paired_ci95_ms", "rank_correlation", "mean_error", "simulated_ms")
-    first, second = require_kept(committed, folder.path, **dict.fromkeys(names, lambda value: value + 1))
-    assert (first.arm, second.arm, second.placement) == ("configured", "other", "round_robin")
-    assert second.p50_ms == pytest.approx(2.45) and second.paired_ms == pytest.approx(0.4) and second.checks["equal"]
-    assert second.pct_nominal is None and second.p10_ms is None and second.steps is None
+        failed = schedule_paired.compare(cfg, folder, schedules, simulated, 2)
+    assert len(failed) == 1 and "batch 2, broken: placement.path=nowhere: no such file" in failed[0]
+    rows = require_kept(committed, folder.path, p50_ms=lambda ms: ms + 1, ratio=lambda of: of + 1)
+    assert [row.arm for row in rows] == ["configured", "other", "configured (again)", "ladder"]
+    first, second, again, ladder = rows
+    assert second.placement == "round_robin" and second.experiment == "schedule_search" and second.batch == 2
+    assert (second.ratio_to, again.ratio_to) == (first.digest, first.digest) and second.ratio_low is not None
+    assert (ladder.engine, ladder.clock, ladder.schedules) == ("simulator", None, 2)
+    out = capsys.readouterr().out
+    assert "twin executes what configured does" in out and "batch 2 on the card" in out
 
 
-def test_paired_differences_and_rank_correlation() -> None:
-    """Differences 1, 2, 3: mean 2, standard error 1 / sqrt(3), and Student's 4.303 at two degrees of freedom."""
-    mean, half = paired(np.array([2.0, 3.0, 4.0]), np.array([1.0, 1.0, 1.0]))
-    assert mean == 2.0 and half == pytest.approx(4.303 / np.sqrt(3))
+def test_rank_correlation() -> None:
     assert spearman(np.array([1.0, 2.0, 3.0]), np.array([10.0, 30.0, 20.0])) == pytest.approx(0.5)
+    # ties share their rank: ranks 1.5, 1.5, 3 and 1, 2, 3, of which Pearson's is 1.5 / sqrt(1.5 * 2)
+    assert spearman(np.array([1.0, 1.0, 2.0]), np.array([1.0, 2.0, 3.0])) == pytest.approx(0.75**0.5)
+    assert spearman(np.array([1.0, 1.0]), np.array([1.0, 2.0])) == 0.0

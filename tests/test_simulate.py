@@ -169,3 +169,13 @@ def test_measured_steps_are_met_within_ten_percent(batch: int) -> None:
     bucket = bucket_for(rows[0].context[0] + 256)
     us = estimate(Plan.from_config(config), g, sample, bucket, costs_of(config.gpu), ring_of(config.engine.ring))
     assert [row.p50_ms for row in rows] == pytest.approx([us / 1e3] * len(rows), rel=0.10)
+
+
+def test_memory_is_as_fast_as_what_is_in_flight_lets_it() -> None:
+    """32 KB in flight reach half of the bandwidth, 64 KB all, 48 KB what lies between: slots take 2, 1 and 4/3."""
+    costs = dataclasses.replace(PLAIN, latency=0.0, in_flight_kb=[32, 64], in_flight_share=[0.5, 1.0])
+    for window, slot_us in ((4, 2.0), (6, 4 / 3), (8, 1.0), (9, 1.0)):
+        assert Engine(Work(1, 1, [[], []], []), costs, Ring(window=window)).slot_us == pytest.approx(slot_us)
+    for kb, share in (([32, 16], [0.5, 1.0]), ([16], [0.5, 1.0]), ([16, 32], [0.0, 1.0])):
+        with pytest.raises(MkError, match="must be ascending sizes"):
+            dataclasses.replace(PLAIN, in_flight_kb=kb, in_flight_share=share)

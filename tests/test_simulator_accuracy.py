@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,35 +11,65 @@ import pytest
 from experiments import simulator_accuracy
 from mk.compose import load_config
 from mk.errors import MkError
+from mk.schedule.measured import read_folder
+from mk.sources import ROOT
 from tests.promotion import committed, folder_of, repository, require_kept
 
 __all__ = ["committed", "repository"]
 
 
+KEPT = ROOT / "results/h200"
+SOME = f"experiment.rows=[{KEPT}/2026-11-30-plan_ablation-1a36092d,{KEPT}/2026-11-30-ring_ablation-db862f6c]"
+
+
 def test_it_ranks_and_times_what_a_card_has_run(
     committed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A dozen schedules and more, both batches: the bar is a rank correlation of 0.8 and a mean error of 10 %."""
-    assert simulator_accuracy.main(load_config(["experiment=simulator_accuracy", f"run_dir={tmp_path / 'runs'}"])) == 0
+    """A dozen of the rows that the default takes. The bar is a rank correlation of 0.8 and a mean error of 10 %."""
+    cfg = load_config(["experiment=simulator_accuracy", SOME, f"run_dir={tmp_path / 'runs'}"])
+    assert simulator_accuracy.main(cfg) == 0
     names = ("schedules", "rank_correlation", "mean_error")
-    folder = folder_of(tmp_path / "runs")
-    rows = require_kept(committed, folder, **dict.fromkeys(names, lambda value: value + 1))
-    assert [row.batch for row in rows] == [1, 8] and all(row.schedules >= 12 for row in rows)
-    assert all(row.rank_correlation >= 0.8 - 1e-9 and row.mean_error < 0.1 for row in rows)
+    rows = require_kept(committed, folder_of(tmp_path / "runs"), **dict.fromkeys(names, lambda value: value + 1))
+    found = {row.arm: row for row in rows}
+    assert [found[f"batch {batch}: plans"].schedules for batch in (1, 8)] == [6, 6]
+    assert [found[f"batch {batch}: row_owner"].schedules for batch in (1, 8)] == [2, 2]
+    assert [found[f"batch {batch}: rings"].schedules for batch in (1, 8)] == [3, 3]  # the first variant's once
+    for batch in (1, 8):
+        row = found[f"batch {batch}: plans"]
+        assert row.rank_correlation >= 0.8 and row.mean_error < 0.1, row
     assert all(row.clock == "simulated" and row.engine == "simulator" for row in rows)
     assert "rank correlation" in capsys.readouterr().out
 
 
+def test_rows_that_the_constants_were_fitted_to_are_told_apart() -> None:
+    steps = read_folder(KEPT / "2026-11-30-plan_ablation-1a36092d")
+    usual = steps[0].ring
+    found = simulator_accuracy.groups(steps, ["parted"], usual)
+    orders = {name: {steps[place].row.wave_order for place in places} for name, places in found.items()}
+    assert orders["batch 1, fitted"] == {"parted"} and orders["batch 1: plans"] == {"oproj_prefetch"}
+    assert "batch 1: row_owner" not in found  # none is left to judge by
+    assert "batch 1, fitted" not in simulator_accuracy.groups(steps, [], usual)
+
+
+def test_other_builds_bounds_and_repetitions_are_no_steps_of_the_simulator() -> None:
+    steps = read_folder(KEPT / "2026-11-30-kernel_ablation-81aa6eff")
+    assert sorted(step.ring.window for step in steps if step.row.batch == 1) == [4, 5, 6, 7, 8]
+    assert {step.row.routing for step in steps} == {"uniform"} and len(steps) == 10
+
+
 def test_rows_of_another_kind_are_left_out_and_none_is_an_error(tmp_path: Path) -> None:
-    source = Path("results/h200/wave_order_ablation.jsonl").read_text().splitlines()
-    others = [json.loads(line) for line in source[:4]]
-    for row, change in zip(
-        others, ({"bound": "zero_wait"}, {"gpu": "h100"}, {"routing": "checkpoint"}, {"model": "nano"}), strict=True
-    ):
-        row |= change
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, others)) + "\n")
+    folder = tmp_path / "rows"
+    shutil.copytree(KEPT / "2026-11-30-plan_ablation-4b3ce8d8", folder)
+    lines = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    others = [
+        {**lines[0], **change}
+        for change in ({"bound": "zero_wait"}, {"gpu": "h100"}, {"routing": "checkpoint"}, {"model": "nano"})
+    ]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, others)) + "\n")
     with pytest.raises(MkError, match="has no measured step of north_mini_code on h200"):
-        simulator_accuracy.main(load_config(["experiment=simulator_accuracy", f"experiment.rows={path}"]))
-    with pytest.raises(MkError, match="is no file"):
-        simulator_accuracy.main(load_config(["experiment=simulator_accuracy", "experiment.rows=nowhere.jsonl"]))
+        simulator_accuracy.main(load_config(["experiment=simulator_accuracy", f"experiment.rows=[{folder}]"]))
+    with pytest.raises(MkError, match="no folder is nowhere"):
+        simulator_accuracy.main(load_config(["experiment=simulator_accuracy", "experiment.rows=[nowhere]"]))
+    (folder / "rows.jsonl").write_text(json.dumps({**lines[0], "config_hash": "0" * 64}) + "\n")
+    with pytest.raises(MkError, match="the configuration 0000000000000000 of a row is not beside it"):
+        read_folder(folder)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from mk.errors import MkError
 from mk.validation import require_at_least
 
@@ -39,6 +41,8 @@ class Costs:
     claim: float  # a ticket's way to memory and back
     launch: float  # from one step's end to the next one's first task
     ops: dict[str, OpCosts] = field(default_factory=dict)
+    in_flight_kb: list[int] = field(default_factory=list)  # of each SM, ascending: with so much outstanding
+    in_flight_share: list[float] = field(default_factory=list)  # .. this share of memory_tb_s is reached
 
     def __post_init__(self) -> None:
         for name in ("memory_tb_s", "port_gb_s"):
@@ -47,6 +51,10 @@ class Costs:
                     f"gpu.costs.{name}={getattr(self, name)} must be positive",
                     hint="gpu.costs of configs/gpu/h200.yaml",
                 )
+        kb, shares = self.in_flight_kb, self.in_flight_share
+        if len(kb) != len(shares) or sorted(set(kb)) != kb or not all(0 < share <= 1 for share in shares):
+            given = f"gpu.costs.in_flight_kb={kb} in_flight_share={shares}"
+            raise MkError(f"{given} must be ascending sizes, with a share in (0, 1] each")
         for name in (
             "latency",
             "issue",
@@ -59,6 +67,12 @@ class Costs:
             "claim",
         ):
             require_at_least(f"gpu.costs.{name}", getattr(self, name), 0)
+
+    def memory_at(self, kb: float) -> float:
+        """TB/s with so many KB in flight an SM, along a line between two of `in_flight_kb`; without any, all of it."""
+        if not self.in_flight_kb:
+            return self.memory_tb_s
+        return self.memory_tb_s * float(np.interp(kb, self.in_flight_kb, self.in_flight_share))
 
     def of(self, op: str) -> OpCosts:
         return self.ops.get(op, OpCosts())

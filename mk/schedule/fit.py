@@ -1,9 +1,10 @@
 """The simulator's constants, fitted to a card:  python -m mk.schedule.fit RUN_FOLDER ...  prints them as YAML.
 
-Run folders are those of decode_throughput; at least one holds the traces that `experiment.trace=true` leaves. Constants
-of operations, and the steps from one entry to the next, are read off the traces, in units of the plain build's step.
-What SMs share, and a common factor on the former, is then moved until simulated steps meet the measured p50 of all
-folders: so other wave orders and windows among them make the fit better. `tile` hides behind the consumers and is kept.
+Run folders are those of decode_throughput and of ablations, in runs/ or kept. Constants of operations, and the steps
+from one entry to the next, are read off the traces that `experiment.trace=true` leaves, in units of the plain build's
+step; without a trace they stay. What SMs share, and a common factor on the former, is then moved until simulated steps
+meet the measured p50 of all folders: so other wave orders and windows among them make the fit better. `tile` hides
+behind the consumers and is kept. `orders=a,b` takes rows of these wave orders alone: the others are left to judge by.
 """
 
 from __future__ import annotations
@@ -13,23 +14,17 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from omegaconf import OmegaConf
 
-from mk.config import GpuConfig, RoutingConfig
+from mk.config import GpuConfig
 from mk.errors import MkError
 from mk.isa import ISA
-from mk.model.geometry import PRESETS, SLOT_BYTES, Geometry
-from mk.programs import Plan, bucket_for
-from mk.rows import read_rows
 from mk.schedule.costs import Costs, OpCosts
-from mk.schedule.simulate import costs_of, estimate
-from mk.schedule.simulator.expand import Sample, expand
-from mk.schedule.simulator.work import Ring, Work
-from mk.splits import SplitPolicy
-from mk.trace import StepTrace
+from mk.schedule.measured import Measured, read_folder
+from mk.schedule.simulate import costs_of
 
 Floats = npt.NDArray[np.float64]
 BARRIER_US = 0.06  # a wait for a slot that is no longer than this is the barrier's own time, and counts as work
@@ -37,57 +32,6 @@ WIDE = 1.4  # times the smallest size: what sizes must span before a line is lai
 SHARED = {"memory_tb_s": 0.03, "latency": 0.15, "handoff": 0.15, "queued": 0.25, "operations": 0.05}
 """What is moved to meet the p50s, by these shares of itself at first, then by less."""
 ROUNDS = 3
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A timed step: its plan, window and sample, milliseconds, and the trace of the same step if there is one."""
-
-    geometry: Geometry
-    plan: Plan
-    ring: Ring
-    sample: Sample
-    bucket: int
-    p50_ms: float
-    trace: StepTrace | None
-
-    def work(self) -> Work:
-        return expand(self.plan.lower(self.geometry, len(self.sample.keys), self.bucket), self.sample)
-
-    def simulated_ms(self, costs: Costs) -> float:
-        return estimate(self.plan, self.geometry, self.sample, self.bucket, costs, self.ring) / 1e3
-
-
-def read_folder(folder: Path) -> list[Measured]:
-    """The measured steps of a run folder. Raises MkError where it is none of decode_throughput."""
-    if not (folder / "rows.jsonl").is_file():
-        raise MkError(f"{folder}: has no rows.jsonl", hint="a run folder of experiment=decode_throughput")
-    config = OmegaConf.load(folder / "config.yaml")
-    geometry = PRESETS.get(config.model.preset)
-    if geometry is None:
-        raise MkError(f"{folder}: model.preset={config.model.preset} has no geometry of its own")
-    attention, schedule, ring = config.engine.attention, config.schedule, config.engine.ring
-    plan = Plan(
-        config.gpu.sms,
-        tuple(config.wave_order.waves),
-        config.placement.name,
-        schedule.attention_claimers or 0,
-        schedule.moe_claimers or 0,
-        schedule.claim_ahead or 0,
-        SplitPolicy(attention.split_keys, attention.max_splits),
-    )
-    rings = Ring(slots=ring.slots, window=ring.window_kb * 1024 // SLOT_BYTES)
-    routing = RoutingConfig(**{str(key): value for key, value in config.routing.items()})
-    found = []
-    for row in read_rows(folder / "rows.jsonl"):
-        if row.p50_ms is None or row.bound is not None or row.clock is not None:
-            continue
-        path = folder / f"trace_batch{row.batch}.npz"
-        trace = StepTrace.load(path) if path.is_file() else None
-        sample = Sample.draw(geometry, routing, row.context)
-        bucket = bucket_for(max(row.context) + (row.steps or 0))
-        found.append(Measured(geometry, plan, rings, sample, bucket, row.p50_ms, trace))
-    return found
 
 
 def fit_operations(steps: Sequence[Measured], start: Costs) -> Costs:
@@ -105,7 +49,7 @@ def fit_operations(steps: Sequence[Measured], start: Costs) -> Costs:
         else:
             op.row, op.close = _line(entries.rows[chosen], entries.alone[chosen], before.close)
         ops[name] = op
-    gaps = {name: max(0.0, float(np.nanmedian(values))) for name, values in entries.gaps.items()}
+    gaps: dict[str, Any] = {name: max(0.0, float(np.nanmedian(values))) for name, values in entries.gaps.items()}
     return dataclasses.replace(start, ops=ops, **gaps)
 
 
@@ -219,21 +163,28 @@ def to_yaml(costs: Costs) -> str:
     """The `costs` block of a file in configs/gpu, three digits a figure."""
     lines = ["costs:"]
     values = dataclasses.asdict(costs)
-    lines += [f"  {name}: {value:.3g}" for name, value in values.items() if name != "ops"]
+    for name, value in values.items():
+        if name != "ops":
+            lines.append(f"  {name}: {value if isinstance(value, list) else format(value, '.3g')}")
     lines.append("  ops:")
     for op, of in values["ops"].items():
         lines.append(f"    {op}: {{{', '.join(f'{name}: {value:.3g}' for name, value in of.items() if value)}}}")
     return "\n".join(lines)
 
 
-def main(folders: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     from mk.compose import load_config
 
-    steps = [step for folder in folders for step in read_folder(Path(folder))]
+    orders = next((a.removeprefix("orders=").split(",") for a in arguments if a.startswith("orders=")), None)
+    folders = [Path(a) for a in arguments if not a.startswith("orders=")]
+    steps = [step for folder in folders for step in read_folder(folder)]
+    steps = [step for step in steps if orders is None or step.row.wave_order in orders]
     if not steps:
-        raise MkError("no measured steps", hint="python -m mk.schedule.fit RUN_FOLDER ...")
+        raise MkError("no measured steps", hint="python -m mk.schedule.fit RUN_FOLDER ... [orders=default,parted]")
     gpu: GpuConfig = load_config(["gpu=h200"]).gpu
-    costs = fit_operations(steps, costs_of(gpu))
+    costs = costs_of(gpu)
+    if any(step.trace for step in steps):
+        costs = fit_operations(steps, costs)
     costs = fit_shared(
         costs, lambda tried: mean_error(steps, tried), lambda e, _: print(f"# mean error {e:.2%}", flush=True)
     )

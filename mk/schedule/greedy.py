@@ -18,6 +18,7 @@ from mk.model.geometry import SLOT_BYTES
 from mk.ring import RING_SLOTS
 from mk.schedule.costs import Costs
 from mk.schedule.placement import PHASES, RowOwner, SmIds
+from mk.schedule.sm_map import SmMap
 
 _EQUAL = 0.05  # microseconds: stalls that differ by less count as equal
 
@@ -143,16 +144,19 @@ class Earliest(RowOwner):
     """Row ownership; every other task goes to the SM that would be done with it first.
 
     An SM's load since the last hand-off counts what its roles spend on a task, in microseconds: its share of memory's
-    time or its consumers', whichever is longer, and the closing of an entry that begins there.
+    time or its consumers', whichever is longer, and the closing of an entry that begins there. With a map of the card
+    a task also ends later where the others learn of it later.
     """
 
-    def __init__(self, shape: StepShape, costs: Costs) -> None:
-        super().__init__(shape)
+    def __init__(self, shape: StepShape, costs: Costs, sm_map: SmMap | None = None) -> None:
+        super().__init__(shape, None if sm_map is None else sm_map.ranked())
         self.shape, self.costs = shape, costs
         self.busy = np.zeros(self.n_sm)
+        means = np.zeros(self.n_sm) if sm_map is None else sm_map.mean_ns() / 1e3
+        self.handoff = means - means.mean()  # microseconds beyond the mean
 
     def place(self, op: Op, wave: str, layer: int, tasks: Words) -> SmIds:
-        if wave in self.OWNED or op.everywhere:
+        if wave in self.OWNED or op.everywhere or (self.ranked is not None and len(tasks) < self.n_sm):
             return super().place(op, wave, layer, tasks)
         phase = (PHASES.get(wave, wave), layer)
         if phase != self.phase:
@@ -165,7 +169,7 @@ class Earliest(RowOwner):
         order = (self.start + np.arange(self.n_sm)) % self.n_sm
         counts = np.zeros(self.n_sm, np.int64)
         for _ in range(len(tasks)):
-            ends = self.busy[order] + (counts[order] + 1) * each + entry
+            ends = self.busy[order] + (counts[order] + 1) * each + entry + self.handoff[order]
             counts[order[int(np.argmin(np.round(ends, 6)))]] += 1
         self.busy += counts * each + (counts > 0) * entry
         self.start = int(self.start + len(tasks)) % self.n_sm

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from mk.errors import MkError
 from mk.graph import StepShape, resolve
 from mk.isa import LOCAL_BUFFERS, Buffer, Op, Word, Words
+from mk.schedule.sm_map import SmMap
 
 SmIds = npt.NDArray[np.int64]
 
@@ -122,13 +123,17 @@ class RowOwner:
 
     The owner of a strip runs its embedding, O-proj, down projection and residual, so the two contributions to a strip
     never leave the SM. Other waves are dealt in contiguous runs so that the bytes between two hand-offs are even.
+
+    ranked: with a map of the card, its SMs, the shortest hand-off first. Strips are then owned by the first of them,
+    and so run waves of fewer tasks than SMs, which all others wait for.
     """
 
     OWNED = frozenset({"embed", "oproj_prefetch", "oproj", "moe_down", "dense_down", "rmsnorm"})
 
-    def __init__(self, shape: StepShape) -> None:
+    def __init__(self, shape: StepShape, ranked: SmIds | None = None) -> None:
         self.n_sm = shape.n_sm
-        self.owner = np.repeat(np.arange(self.n_sm), _even(shape.strips, self.n_sm))
+        self.ranked = ranked
+        self.owner = np.repeat(np.arange(self.n_sm) if ranked is None else ranked, _even(shape.strips, self.n_sm))
         self.load = np.zeros(self.n_sm, np.int64)
         self.phase = ("", -1)
         self.start = 0
@@ -136,6 +141,8 @@ class RowOwner:
     def place(self, op: Op, wave: str, layer: int, tasks: Words) -> SmIds:
         if wave in self.OWNED:
             return self.owner[tasks[:, Word.TILE]]
+        if self.ranked is not None and not op.everywhere and len(tasks) < self.n_sm:
+            return self.ranked[: len(tasks)]
         phase = (PHASES.get(wave, wave), layer)
         if phase != self.phase:
             self.phase, self.load = phase, np.zeros(self.n_sm, np.int64)
@@ -169,17 +176,25 @@ def _level(items: int, weight: int, load: npt.NDArray[np.int64], start: int) -> 
     return np.bincount(order // rounds, minlength=n)
 
 
-PLACEMENTS: dict[str, Callable[[StepShape], Placement]] = {
+OWNING = frozenset({"row_owner", "sm_map"})  # placements of plans with `own_rows`
+PLACEMENTS: dict[str, Callable[[StepShape], Placement]] = {  # those that need no map of the card
     "round_robin": RoundRobin,
     "dependency_affinity": DependencyAffinity,
     "row_owner": RowOwner,
 }
 
 
-def make_placement(name: str, shape: StepShape) -> Placement:
-    """The named placement for a shape; `row_owner` needs a plan with `own_rows`, the others one without."""
-    if name not in PLACEMENTS:
-        raise MkError(f"unknown placement {name!r}", hint=f"one of {', '.join(PLACEMENTS)}")
-    if (name == "row_owner") != shape.own_rows:
+def make_placement(name: str, shape: StepShape, sm_map: SmMap | None = None) -> Placement:
+    """The named placement for a shape; those of `OWNING` need a plan with `own_rows`, the others one without.
+
+    Raises MkError where it is none, does not fit, or lacks its map.
+    """
+    if name not in (*PLACEMENTS, "sm_map"):
+        raise MkError(f"unknown placement {name!r}", hint=f"one of {', '.join(PLACEMENTS)}, sm_map")
+    if (name in OWNING) != shape.own_rows:
         raise MkError(f"placement {name} does not fit a plan with own_rows={shape.own_rows}")
-    return PLACEMENTS[name](shape)
+    if name != "sm_map":
+        return PLACEMENTS[name](shape)
+    if sm_map is None or len(sm_map.handoff_ns) != shape.n_sm:
+        raise MkError(f"placement sm_map needs a map of {shape.n_sm} SMs", hint="placement.path=<a map's file>")
+    return RowOwner(shape, sm_map.ranked())

@@ -22,6 +22,7 @@ from mk.schedule.placement import PLACEMENTS
 from mk.schedule.simulate import estimate, first_layers, layer_period
 from mk.schedule.simulator.expand import Sample
 from mk.schedule.simulator.work import Ring
+from mk.schedule.sm_map import SmMap
 from mk.schedule.stored import StoredSchedule
 from mk.splits import SplitPolicy
 from mk.verify import verify
@@ -56,12 +57,14 @@ class Judge:
     n_sm: int
     costs: Costs
     slots: int  # of the ring
+    sm_map: SmMap | None = None  # of a configured placement=sm_map; random candidates have none
 
     def plan(self, candidate: StoredSchedule) -> Plan:
         c = candidate
         splits = SplitPolicy(c.split_keys, c.max_splits)
         claimers = (c.attention_claimers, c.moe_claimers, c.claim_ahead)
-        return Plan(self.n_sm, c.waves, c.placement, *claimers, splits)
+        sm_map = self.sm_map if c.placement == "sm_map" else None
+        return Plan(self.n_sm, c.waves, c.placement, *claimers, splits, sm_map=sm_map)
 
     def __call__(self, candidate: StoredSchedule) -> float:
         """Simulated microseconds of a step; infinity for a candidate that cannot run."""

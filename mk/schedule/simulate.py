@@ -23,6 +23,7 @@ from mk.schedule.simulator.engine import Engine
 from mk.schedule.simulator.expand import Sample, expand
 from mk.schedule.simulator.path import CriticalPath
 from mk.schedule.simulator.work import Ring
+from mk.schedule.sm_map import SmMap
 from mk.trace import ASIDE, TALLIES, TIMES, StepTrace
 
 
@@ -76,13 +77,16 @@ def ring_of(ring: RingConfig) -> Ring:
     return Ring(slots=ring.slots, window=ring.window_kb * 1024 // SLOT_BYTES, run_ahead=ring.run_ahead)
 
 
-def simulate(program: Program, sample: Sample, costs: Costs, ring: Ring, zero_wait: bool = False) -> Simulated:
-    """One step; zero_wait: without the waits for other SMs.
+def simulate(
+    program: Program, sample: Sample, costs: Costs, ring: Ring, zero_wait: bool = False, sm_map: SmMap | None = None
+) -> Simulated:
+    """One step; zero_wait: without the waits for other SMs; sm_map: hand-offs as long as it says, around their mean.
 
     Raises MkError where the sample does not fit the program, or the step stands still.
     """
     work = expand(program, sample)
-    engine = Engine(work.without_waits() if zero_wait else work, costs, ring)
+    beyond_us = None if sm_map is None else sm_map.beyond_us()
+    engine = Engine(work.without_waits() if zero_wait else work, costs, ring, beyond_us)
     return Simulated(engine.run() + costs.launch, engine)
 
 
@@ -99,12 +103,12 @@ def estimate(
     few, many = before + period, before + 2 * period
     if geometry.layers <= many:
         program = plan.lower(geometry, len(sample.keys), bucket)
-        return simulate(program, sample, costs, ring, zero_wait).step_us
+        return simulate(program, sample, costs, ring, zero_wait, plan.sm_map).step_us
     times = []
     for layers in (few, many):
         g = first_layers(geometry, layers)
         program = plan.lower(g, len(sample.keys), bucket)
-        times.append(simulate(program, sample.levelled(g), costs, ring, zero_wait).step_us)
+        times.append(simulate(program, sample.levelled(g), costs, ring, zero_wait, plan.sm_map).step_us)
     return times[1] + (times[1] - times[0]) * (geometry.layers - many) / period
 
 

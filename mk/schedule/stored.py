@@ -87,5 +87,6 @@ class StoredSchedule:
             ring=dataclasses.replace(config.engine.ring, window_kb=self.window * WINDOW_KB),
         )
         order = dataclasses.replace(config.wave_order, name="custom", waves=list(self.waves))
-        placement = dataclasses.replace(config.placement, name=self.placement)
+        path = config.placement.path if self.placement == "sm_map" else None
+        placement = dataclasses.replace(config.placement, name=self.placement, path=path)
         return dataclasses.replace(config, schedule=schedule, engine=engine, wave_order=order, placement=placement)

@@ -11,9 +11,11 @@ slots in order once their entry is open. Storer: takes tiles in order, closes th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from mk.errors import MkError
+from mk.model.geometry import SLOT_BYTES
 from mk.schedule.costs import Costs
 from mk.schedule.simulator.sm import SmState
 from mk.schedule.simulator.work import Ring, Task, Work
@@ -23,16 +25,21 @@ SLOT_KB = 8.192  # thousands of bytes
 
 
 class Engine:
-    """One step. After `run`, `sms` hold what every entry did when, `aside` the same of the tracks aside."""
+    """One step. After `run`, `sms` hold what every entry did when, `aside` the same of the tracks aside.
 
-    def __init__(self, work: Work, costs: Costs, ring: Ring) -> None:
+    beyond_us: what a hand-off from one SM to another takes beyond `costs.handoff`, None = all the same.
+    """
+
+    def __init__(
+        self, work: Work, costs: Costs, ring: Ring, beyond_us: Sequence[Sequence[float]] | None = None
+    ) -> None:
         n = work.n_sm
-        self.work, self.costs, self.ring = work, costs, ring
+        self.work, self.costs, self.ring, self.beyond_us = work, costs, ring, beyond_us
         self.op = {name: costs.of(name) for name in {task.op for track in work.tracks for task in track}}
         self.op |= {queue.op: costs.of(queue.op) for queue in work.queues.values()}
         self.sms = [SmState(ring, track[::-1]) for track in work.tracks[:n]]
         self.aside: list[list[tuple[float, float, float]]] = [[] for _ in range(n)]  # (waits, begins, ends) by task
-        self.slot_us = SLOT_KB / (costs.memory_tb_s * 1e3)
+        self.slot_us = SLOT_KB / (costs.memory_at(ring.window * SLOT_BYTES / 1024) * 1e3)
         self.port_us = SLOT_KB / costs.port_gb_s
         self.latency = costs.latency
         # lanes whose window looks back one batch further than the others'
@@ -41,7 +48,8 @@ class Engine:
         self.missing = list(work.signals)
         self.given = [0.0] * len(work.signals)  # when a counter's latest signal so far was stored,
         self.given_by = [(-1, -1)] * len(work.signals)  # and by which entry: (track, place)
-        self.reached: list[float | None] = [None] * len(work.signals)  # when those who wait see it
+        # when those who wait see it, a pair's own share of the hand-off apart
+        self.reached: list[float | None] = [None] * len(work.signals)
         self.waiting: list[list[int]] = [[] for _ in work.signals]  # tracks
         self.events: list[tuple[float, int, int]] = []
         self.now = 0.0
@@ -94,7 +102,15 @@ class Engine:
             self.waiting[counter].append(track)
         if unknown:
             return None
-        return max((self.reached[counter] or 0.0 for counter in waits), default=0.0)
+        return max((self.seen_at(counter, track) for counter in waits), default=0.0)
+
+    def seen_at(self, counter: int, track: int) -> float:
+        """When a track sees a counter that was reached; 0 for one that was not."""
+        reached = self.reached[counter]
+        if reached is None or self.beyond_us is None:
+            return reached or 0.0
+        n = self.work.n_sm
+        return max(self.given[counter], reached + self.beyond_us[self.given_by[counter][0] % n][track % n])
 
     # ---- an SM ----
     def _advance(self, sm: int) -> None:

@@ -60,7 +60,7 @@ class CriticalPath:
     def _counter(self, waits: tuple[int, ...], track: int, place: int) -> _Where:
         """To whoever gave the last signal of the counter that was reached last."""
         e = self.engine
-        counter = max(waits, key=lambda c: e.reached[c] or 0.0)
+        counter = max(waits, key=lambda c: e.seen_at(c, track))
         self._explain(e.given[counter], "handoff", track, place)
         by, at = e.given_by[counter]
         return ("aside" if by >= e.work.n_sm else "storer"), by, at
@@ -84,7 +84,7 @@ class CriticalPath:
         while place > 0 and s.go[place] <= s.go[place - 1] + _SLACK:
             place -= 1
         waits = s.tasks[place].waits
-        if waits and max(self.engine.reached[c] or 0.0 for c in waits) >= s.go[place] - _SLACK:
+        if waits and max(self.engine.seen_at(c, sm) for c in waits) >= s.go[place] - _SLACK:
             return self._counter(waits, sm, place)
         return "controller", sm, place
 

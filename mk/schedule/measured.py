@@ -1,0 +1,110 @@
+"""Steps that a card took, for the simulator to be fitted to and judged by: rows of run folders, with what they ran."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mk.config import RoutingConfig
+from mk.errors import MkError
+from mk.kept import read_configs
+from mk.model.geometry import PRESETS, SLOT_BYTES, Geometry
+from mk.programs import Plan, bucket_for
+from mk.rows import Row, read_rows
+from mk.schedule.costs import Costs
+from mk.schedule.simulate import estimate
+from mk.schedule.simulator.expand import Sample, expand
+from mk.schedule.simulator.work import Ring, Work
+from mk.splits import SplitPolicy
+from mk.trace import StepTrace
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A timed step: its row, plan, ring and sample, and the trace of the same step if there is one."""
+
+    row: Row
+    geometry: Geometry
+    plan: Plan
+    ring: Ring
+    sample: Sample
+    bucket: int
+    trace: StepTrace | None
+
+    @property
+    def p50_ms(self) -> float:
+        assert self.row.p50_ms is not None  # `read_folder` takes no other row
+        return self.row.p50_ms
+
+    @property
+    def label(self) -> str:
+        window_kb = self.ring.window * SLOT_BYTES // 1024
+        return (
+            f"{self.row.schedule} {self.row.wave_order} {self.row.placement} {window_kb} KB of {self.ring.slots} slots"
+        )
+
+    def work(self) -> Work:
+        return expand(self.plan.lower(self.geometry, len(self.sample.keys), self.bucket), self.sample)
+
+    def simulated_ms(self, costs: Costs) -> float:
+        return estimate(self.plan, self.geometry, self.sample, self.bucket, costs, self.ring) / 1e3
+
+
+def read_folder(folder: Path) -> list[Measured]:
+    """The whole steps of a run or kept folder that the kernel's own build took, each configuration and batch once.
+
+    Bounds and other builds (another poll, smaller copies) are left out: the simulator knows nothing of them. Raises
+    MkError for a folder without rows, and for a model that has no geometry of its own.
+    """
+    if not (folder / "rows.jsonl").is_file():
+        raise MkError(f"{folder}: has no rows.jsonl", hint="a run of decode_throughput or an ablation")
+    configs = read_configs(folder)
+    found: dict[tuple[str, int], Measured] = {}
+    for row in read_rows(folder / "rows.jsonl"):
+        config = configs.get(row.config_hash)
+        if config is None:
+            raise MkError(f"{folder}: the configuration {row.config_hash[:16]} of a row is not beside it")
+        # the first variant of an ablation runs twice
+        if _whole_step(row) and _own_build(config) and (row.config_hash, row.batch) not in found:
+            found[row.config_hash, row.batch] = _measured(folder, row, config)
+    return list(found.values())
+
+
+def _whole_step(row: Row) -> bool:
+    return row.engine == "cuda" and row.p50_ms is not None and row.bound is None and row.clock is None
+
+
+def _own_build(config: Mapping[str, Any]) -> bool:
+    """Whether the kernel was built without a define that costs were not fitted for; the ring's size they cover."""
+    engine = config["engine"]
+    handoff = engine.get("handoff", {})
+    usual = (handoff.get("pollers", "controller"), handoff.get("polls", "acquire"), engine["ring"].get("copy_kb", 8))
+    return usual == ("controller", "acquire", 8)
+
+
+def _measured(folder: Path, row: Row, config: Mapping[str, Any]) -> Measured:
+    geometry = PRESETS.get(config["model"]["preset"])
+    if geometry is None:
+        raise MkError(f"{folder}: model.preset={config['model']['preset']} has no geometry of its own")
+    attention, schedule, ring = config["engine"]["attention"], config["schedule"], config["engine"]["ring"]
+    plan = Plan(
+        config["gpu"]["sms"],
+        tuple(config["wave_order"]["waves"]),
+        config["placement"]["name"],
+        schedule["attention_claimers"] or 0,
+        schedule["moe_claimers"] or 0,
+        schedule["claim_ahead"] or 0,
+        SplitPolicy(attention["split_keys"], attention["max_splits"]),
+    )
+    path = folder / f"trace_batch{row.batch}.npz"
+    return Measured(
+        row,
+        geometry,
+        plan,
+        Ring(slots=ring["slots"], window=ring["window_kb"] * 1024 // SLOT_BYTES),
+        Sample.draw(geometry, RoutingConfig(**config["routing"]), row.context),
+        bucket_for(max(row.context) + (row.steps or 0)),
+        StepTrace.load(path) if path.is_file() else None,
+    )
