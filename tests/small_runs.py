@@ -26,11 +26,25 @@ SMALL: dict[str, Sequence[str]] = {
     "kernel_ablation": SIMULATED,
     "ring_ablation": SIMULATED,
     "plan_ablation": [*SIMULATED, variants("wave_order=default,parted")],
+    "ladder": [
+        *SIMULATED,
+        variants("placement=round_robin engine.handoff.barriers=true", "placement=round_robin", "placement=row_owner"),
+    ],
+    "wave_occupancy": [*SIMULATED, "experiment.layer=1"],
+    "serving": [
+        *INTERPRETED,
+        *("prefill=torch", "wave_order=default", "server=default", "batch.size=2", "experiment.workloads=[fixed]"),
+        *("experiment.fixed.requests=2", "experiment.fixed.prompt=8", "experiment.fixed.tokens=4"),
+    ],
+    "agent_trial": [
+        *INTERPRETED,
+        *("prefill=torch", "wave_order=default", "server=default", "experiment.scale=0.02", "experiment.warm=8"),
+    ],
     "schedule_search": [
         *("model=slice", "gpu.sms=8", "experiment.batches=[1]", "experiment.context=64", "experiment.steps=8"),
         *("experiment.warmup=2", "experiment.check_tokens=8", "experiment.candidates=1", "experiment.local_steps=1"),
     ],
-    "simulator_accuracy": ["experiment.rows={measured}"],
+    "simulator_accuracy": ["experiment.rows=[{measured}]"],
     "kernel_bits": [
         *INTERPRETED,
         *("experiment.context=3", "experiment.neighbours=[1]", "experiment.repeats=1", "experiment.switches=1"),
@@ -65,6 +79,8 @@ REFUSED: dict[str, str] = {
     "prefill_throughput": "prefill_throughput needs a GPU",
     "prefill_tiles": "prefill_tiles needs a GPU",
     "slow_sm": "slow_sm needs a GPU",
+    "op_bench": "needs a GPU",
+    "sm_map": "sm_map measures a GPU",
     "vllm_decode": "needs a GPU",
     "transformers_decode": "needs a GPU",
     "sanitize": "no compute-sanitizer found",
@@ -97,7 +113,9 @@ READ_ELSEWHERE = {
     "GpuConfig.smem_per_block_kb": "mk/device.py",
     "KernelBits.delays_ns": "experiments/kernel_bits.py",
     "ModelConfig.revision": "mk/model/opening.py",
+    "OpBench.operations": "experiments/op_bench.py",
     "Parity.seed": "experiments/parity.py",
+    "PlacementConfig.path": "mk/programs.py",
     **dict.fromkeys(
         (
             f"PrefillThroughput.{leaf}"
@@ -115,9 +133,9 @@ READ_ELSEWHERE = {
     "RoutingConfig.path": "mk/routing.py",
     "Sanitize.timeout_s": "experiments/sanitize.py",
     "ScheduleConfig.path": "mk/compose.py",
-    "ScheduleSearch.time_limit_s": "experiments/schedule_paired.py",
-    "ServerConfig.host": "experiments/serve.py",
-    "ServerConfig.port": "experiments/serve.py",
+    **dict.fromkeys(
+        (f"SmMap.{leaf}" for leaf in ("launches", "lines", "rounds", "time_limit_s")), "experiments/sm_map.py"
+    ),
     **dict.fromkeys(
         (f"SlowSm.{leaf}" for leaf in ("batch", "context", "slow_us", "sm", "steps", "warmup")),
         "experiments/slow_sm.py",
@@ -135,7 +153,7 @@ READ_ELSEWHERE = {
         "experiments/train_nano.py",
     ),
     **dict.fromkeys(
-        (f"VllmConfig.{leaf}" for leaf in ("attention_backend", "gpu_memory", "python", "site", "timeout_s")),
+        (f"VllmConfig.{leaf}" for leaf in ("attention_backend", "gpu_memory", "timeout_s")),
         "experiments/baselines/vllm_process.py",
     ),
     "VllmConfig.arguments": "experiments/vllm_serve.py",

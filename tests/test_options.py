@@ -26,6 +26,7 @@ from mk.model.opening import Model, open_model
 from mk.programs import Plan
 from mk.routing import Trace, make_router
 from mk.sampling import sample_row
+from mk.schedule.sm_map import SmMap
 from mk.server.launch import build_service
 from tests.interpreter_rig import NANO_GEOMETRY
 from tests.test_config import COMPANIONS
@@ -161,6 +162,10 @@ def overrides(group: str, option: str, folder: Path) -> list[str]:
     if (group, option) == ("engine", "scripted"):
         (folder / "replies.json").write_text('[{"when": "Hi", "say": "Hello"}]')
         return [f"engine.script={folder / 'replies.json'}"]
+    if (group, option) == ("placement", "sm_map"):
+        path, far = folder / "sm_map.json", [9.0, 7.0, 5.0, 1.0]  # the last SM is the nearest to all
+        SmMap("cpu", tuple(tuple(max(a, b) * (a is not b) for b in far) for a in far)).save(path)
+        return [f"placement.path={path}"]
     own: Sequence[str] = {"schedule": ["gpu=h200"], "baseline": ["experiment=vllm_serve"]}.get(group, [])
     if group == "prefill":
         own = ["engine=interpreter", "engine.numerics=kernel"]
