@@ -200,14 +200,14 @@ class _Recipe:
     headers: Mapping[str, str]
     flags: Sequence[str]
     folder: Path
-    source: Path = CSRC / "kernel.cu"
+    source: Path
 
 
 def _recipe(geometry: Geometry, splits: SplitPolicy, cache: Path | None, defines: tuple[str, ...] = ()) -> _Recipe:
     nvcc = find_nvcc()
     headers = {"isa.h": c_header(), "geometry.h": geometry_header(geometry, splits)}
     flags = (*FLAGS, *(f"-D{define}" for define in defines))
-    return _Recipe(nvcc, headers, flags, _builds(cache) / _hash(_version(nvcc), headers, flags))
+    return _Recipe(nvcc, headers, flags, _builds(cache) / _hash(_version(nvcc), headers, flags), CSRC / "kernel.cu")
 
 
 def _builds(cache: Path | None) -> Path:

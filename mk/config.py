@@ -156,6 +156,7 @@ class GpuConfig:
     sms: int
     interleaving_seed: int | None = None  # cpu: the order in which virtual SMs advance
     smem_per_block_kb: int | None = None
+    l2_mb: int | None = None
     nominal_tb_s: float | None = None  # HBM bandwidth of the data sheet
     measured: bool | None = None  # whether a probe on this card has confirmed these figures
     measured_tb_s: float | None = None  # the HBM read bandwidth it reached
@@ -167,7 +168,7 @@ class GpuConfig:
         require_at_most("gpu.sms", self.sms, MOST_SMS)
         needed = {"interleaving_seed"}
         if self.kind == "cuda":
-            needed = {"smem_per_block_kb", "nominal_tb_s", "measured"}
+            needed = {"smem_per_block_kb", "l2_mb", "nominal_tb_s", "measured"}
             needed |= ({"measured_tb_s"} if self.measured else set()) | ({"costs"} if self.costs else set())
         check_optional("gpu", self, needed)
 

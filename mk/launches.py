@@ -97,9 +97,9 @@ class WaveLaunches(Runtime):
         self._counted = epoch, counters[: len(parts.per_step), 0].copy()
         with torch.cuda.stream(self.stream):
             self._part_counters = torch.from_numpy(counters.view(np.int32)).to(self.device)
-        if records := self.params.trace_records:
-            shape = len(parts.programs), program.shape.n_sm, records, 16
-            self.launch_trace = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            if records := self.params.trace_records:
+                shape = len(parts.programs), program.shape.n_sm, records, 16
+                self.launch_trace = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self._addresses = parts.addresses(self._part_counters, self.launch_trace)
 
     def _queue_step(self) -> int:
@@ -198,6 +198,10 @@ class OperationLaunches(GraphedLaunches):
     def choose(self, parts: Sequence[int]) -> None:
         """Steps are these parts from now on, by their places in `waves_of`, until the next `load`."""
         assert self._parts is not None
+        # those of parts that did not run have not grown with the epoch
+        grown = torch.from_numpy((self._parts.per_step * self.epoch & 0xFFFFFFFF).astype(np.uint32).view(np.int32))
+        with torch.cuda.stream(self.stream):
+            self._part_counters[: len(grown), 0] = grown.to(self.device)
         every = self._parts.addresses(self._part_counters, self.launch_trace)
         self._addresses = (StepPart * len(parts))(*(every[part] for part in parts))
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -52,7 +53,13 @@ def signal_all(rt: Runtime) -> None:
     """What a step of the loaded program adds to its counters, or to those of its parts."""
     assert rt.program is not None
     if isinstance(rt, WaveLaunches) and rt._parts is not None:
-        rt._part_counters[: len(rt._parts.per_step), 0] += torch.from_numpy(rt._parts.per_step).int()
+        every = [part.counters for part in rt._parts.addresses(rt._part_counters, rt.launch_trace)]
+        launched = {part.counters for part in rt._addresses}
+        steps = rt._parts.split("counters", rt._parts.per_step)
+        held = rt._parts.split("counters", rt._part_counters[:, 0])
+        for address, gained, counters in zip(every, steps, held, strict=True):
+            if address in launched:
+                counters[: len(gained)] += torch.from_numpy(np.asarray(gained)).int()
         return
     for number, counter in enumerate(rt.program.counters):
         rt["counters"][number, 0] += counter.per_step

@@ -109,6 +109,7 @@ READ_ELSEWHERE = {
     "EngineConfig.run_ahead": "mk/engines.py",
     "EngineConfig.script": "mk/engines.py",
     "GpuConfig.kind": "mk/device.py",
+    "GpuConfig.l2_mb": "experiments/op_bench.py",
     "GpuConfig.measured": "mk/config.py",  # whether there has to be a measured_tb_s
     "GpuConfig.smem_per_block_kb": "mk/device.py",
     "KernelBits.delays_ns": "experiments/kernel_bits.py",
