@@ -52,6 +52,8 @@ def main(cfg: Config) -> int:
     engine = machine_under_test(cfg, rows)
     if cfg.routing.name != "checkpoint":
         raise MkError(f"kernel_bits leaves routing to the router, not to routing={cfg.routing.name}")
+    if cfg.placement.name != "row_owner":
+        raise MkError(f"kernel_bits goes through placements by itself, from row_owner, not {cfg.placement.name}")
     bench = Bench.open(cfg, engine)
     with RunFolder.create(cfg) as run:
         digests: dict[str, list[str]] = {group: [] for group in GROUPS}

@@ -175,7 +175,7 @@ class Report:
             )
             said = (
                 f"row {d.row}, new token {d.index}: {got} where {whose} is {expected}; "
-                f"its two largest logits there differ by {d.margin:.2e}"
+                f"the two tokens' logits there differ by {d.margin:.2e}"
             )
             if noise and d.margin <= noise[number]:
                 print(f"  {said}, bfloat16 may change that by {noise[number]:.2e}", flush=True)

@@ -145,12 +145,14 @@ def _process(
         _wait_for(name, f"{url}/health", process, log, timeout_s, hint)
         yield url
     finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # vLLM's engine has a process of its own
-        process.wait()
+        try:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+        finally:  # also where a second interrupt ends the wait
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # vLLM's engine has a process of its own
+            process.wait()
 
 
 def _wait_for(name: str, url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float, hint: str) -> None:

@@ -355,12 +355,13 @@ class Workload:
     spread: float  # standard deviation of their logarithm; 0: all generate as many
     scale: float  # share of `tokens` that is asked for
 
-    def __post_init__(self) -> None:
+    def check(self, name: str) -> None:
+        """name: of its key."""
         for key in ("requests", "prompt"):
-            require_at_least(f"workload.{key}", getattr(self, key), 1)
-        require_at_least("workload.spread", self.spread, 0)
+            require_at_least(f"{name}.{key}", getattr(self, key), 1)
+        require_at_least(f"{name}.spread", self.spread, 0)
         if self.tokens * self.scale < 1:
-            raise MkError(f"a workload of {self.tokens} tokens x {self.scale}: a request generates at least 1")
+            raise MkError(f"{name}.tokens={self.tokens} x {name}.scale={self.scale}: a request generates at least 1")
 
 
 @dataclass(slots=True)
@@ -390,6 +391,10 @@ class Serving(Servers):
             raise MkError("experiment.workloads is empty", hint="'experiment.workloads=[fixed]'")
         for workload in self.workloads:
             require_one_of("experiment.workloads", workload, ("fixed", "aime"))
+            if self.workloads.count(workload) > 1:
+                raise MkError(f"experiment.workloads names {workload!r} twice")
+        self.fixed.check("experiment.fixed")
+        self.aime.check("experiment.aime")
 
 
 @dataclass(slots=True)

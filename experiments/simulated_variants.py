@@ -39,6 +39,7 @@ def run(cfg: Config, jobs: Sequence[tuple[str, Config]], to_previous: bool = Fal
     with RunFolder.create(cfg) as folder:
         for batch in settings.batches:
             executed: dict[str, str] = {}
+            last: tuple[Config, Geometry, Sample] | None = None  # that was simulated
             with progress(f"batch {batch}", len(jobs)) as done:
                 for number, (label, job) in enumerate(jobs, 1):
                     geometry = geometry_of(job)
@@ -58,11 +59,12 @@ def run(cfg: Config, jobs: Sequence[tuple[str, Config]], to_previous: bool = Fal
                     row, program = simulated(cfg, label, job, folder, geometry, sample, first)
                     ids = forced_ids(job.routing, geometry, batch, 1)
                     executes = program.schedule_hash, job.engine.ring, sample.keys, ids is None or ids.tolist()
-                    executed[label] = repr(executes)
+                    executed[label], last = repr(executes), (job, geometry, sample)
                     found.setdefault(label, []).append(row)
                     done(number)
             require_apart(executed, batch)
-            if settings.zero_wait:  # of the last variant
+            if settings.zero_wait and last is not None:
+                job, geometry, sample = last
                 bound = simulated(cfg, BOUND, job, folder, geometry, sample, None, zero_wait=True)[0]
                 found.setdefault(BOUND, []).append(bound)
         command = shlex.join(["python", "run.py", f"experiment={settings.name}", f"gpu={cfg.gpu.name}", "engine=cuda"])

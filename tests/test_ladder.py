@@ -118,3 +118,16 @@ def test_without_a_card_the_arms_that_the_simulator_knows_are_simulated(
     barriers, counters, *_ = arms
     assert counters.ratio and counters.ratio < 1 and counters.ratio_to == barriers.digest
     assert all(list(different(row, raw[row.raw_sha256 or ""])) == [] for row in rows)
+
+
+def test_without_a_card_a_bound_is_of_the_last_arm_that_was_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, many = "placement=round_robin", "placement=round_robin experiment.launches=graph"
+    axes = "experiment.axes=[placement,experiment.launches]"
+    status, rows, *_ = run(tmp_path / "a", f"experiment.variants=['{one}','{many}']", axes)
+    bounds = [row for row in rows if row.bound == "zero_wait"]
+    assert status == 0 and bounds and {row.config_hash for row in bounds} == {rows[0].config_hash}
+    alone = [*SMALL, f"run_dir={tmp_path / 'b'}", f"experiment.variants=['{many}']", axes]
+    assert ladder.main(load_config(alone)) == 1
+    assert "not simulated: " in capsys.readouterr().out

@@ -257,6 +257,8 @@ def test_a_named_server_is_measured_alone(committed: Path, tmp_path: Path) -> No
     [
         (["server.context=25"], "requests of 26 tokens exceed server.context=25"),
         (["experiment.workloads=[other]"], "experiment.workloads=other is not one of fixed, aime"),
+        (["experiment.workloads=[fixed,fixed]"], "experiment.workloads names 'fixed' twice"),
+        (["experiment.fixed.requests=0"], "experiment.fixed.requests=0 must be at least 1"),
         (["experiment.aime.scale=0.00001"], "a request generates at least 1"),
         (["baseline.vllm.site=/no/such/folder"], "site=/no/such/folder is no folder"),
     ],

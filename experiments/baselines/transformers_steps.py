@@ -19,6 +19,7 @@ from mk.model.geometry import Geometry
 from mk.model.greedy_oracle import layer_state
 from mk.model.tensors import WeightSource
 
+WARM_UP = 3  # steps before one is captured
 EXPERTS = ("grouped_mm", "batched_mm", "eager")  # implementations of transformers; eager asks the host, so no graph
 
 
@@ -104,7 +105,7 @@ class TransformersSteps:
         self.tokens = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
         self.step = torch.zeros(1, dtype=torch.long, device=device)
-        count = max(1, steps if forced is None else len(forced))
+        count = max(WARM_UP + 1, steps if forced is None else len(forced))
         self.taken = torch.zeros(count, g.layers, rows, g.top_k, dtype=torch.long, device=device)
         self.forced = None if forced is None else forced[:, :, :rows].to(device, torch.long)
         # a kind of layer whose whole window is behind every query needs no mask
@@ -154,7 +155,7 @@ class TransformersSteps:
         self.step += 1
 
     def capture(self) -> None:
-        """One step as a CUDA graph, after three that warm up. Moves the state on: `begin` comes next.
+        """One step as a CUDA graph, after some that warm up. Moves the state on: `begin` comes next.
 
         Raises MkError where the implementation cannot be captured.
         """
@@ -162,7 +163,7 @@ class TransformersSteps:
         side.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(side):
-                for _ in range(3):
+                for _ in range(WARM_UP):
                     self._one()
             torch.cuda.current_stream().wait_stream(side)
             torch.cuda.synchronize()

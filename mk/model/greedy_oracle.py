@@ -29,7 +29,7 @@ class Divergence:
     index: int  # among the new tokens
     got: int | None  # None: the row ended before the oracle's
     expected: int | None
-    margin: float  # between the two largest logits there, float32
+    margin: float  # that the oracle's token there is above the other, in float32 logits; above its second, at an end
 
 
 class GreedyOracle:
@@ -70,7 +70,7 @@ class GreedyOracle:
             got = tokens[index] if index < len(tokens) else None
             wanted = expected[index] if index < len(expected) else None
             if got != wanted:
-                return Divergence(row, index, got, wanted, self._margin([*prompt, *expected[:index]]))
+                return Divergence(row, index, got, wanted, self._margin([*prompt, *expected[:index]], got, wanted))
         return None
 
     @torch.no_grad()
@@ -89,13 +89,16 @@ class GreedyOracle:
         return float((margins[0] - margins[1]).abs().max())
 
     @torch.no_grad()
-    def _margin(self, context: list[int]) -> float:
+    def _margin(self, context: list[int], got: int | None, wanted: int | None) -> float:
         if self._theirs is not None:
             logits = self._theirs(torch.tensor([context])).logits[0, -1]
         else:
             source = self._model.source
             logits = reference_forward(source.geometry, source.tensor, torch.tensor(context), keep=1)[0]
-        first, second = logits.float().topk(2).values.tolist()
+        logits = logits.float()
+        if got is not None and wanted is not None:
+            return float(logits[wanted] - logits[got])
+        first, second = logits.topk(2).values.tolist()
         return float(first - second)
 
 

@@ -73,15 +73,27 @@ def read_folder(folder: Path) -> list[Measured]:
 
 
 def _whole_step(row: Row) -> bool:
-    return row.engine == "cuda" and row.p50_ms is not None and row.bound is None and row.clock is None
+    """Whether it was timed on the card from end to end, not one operation of it, or a layer."""
+    timed = row.engine == "cuda" and row.p50_ms is not None and row.bound is None and row.clock is None
+    return timed and row.kernel is None and row.layer is None
 
 
 def _own_build(config: Mapping[str, Any]) -> bool:
-    """Whether the kernel was built without a define that costs were not fitted for; the ring's size they cover."""
-    engine = config["engine"]
-    handoff = engine.get("handoff", {})
-    usual = (handoff.get("pollers", "controller"), handoff.get("polls", "acquire"), engine["ring"].get("copy_kb", 8))
-    return usual == ("controller", "acquire", 8)
+    """Whether the kernel ran as costs were fitted, by a plan that its configuration alone gives: one launch, no define
+    but the ring's size, no barriers. Rows may be older than a leaf."""
+    engine, experiment = config["engine"], config["experiment"]
+    handoff, ring = engine.get("handoff", {}), engine["ring"]
+    unusual = (
+        handoff.get("pollers", "controller") != "controller",
+        handoff.get("polls", "acquire") != "acquire",
+        handoff.get("barriers", False),
+        ring.get("copy_kb", 8) != 8,
+        not ring.get("run_ahead", True),
+        experiment.get("launches", "step") != "step",
+        config["schedule"]["name"] == "greedy",
+        config["placement"]["name"] == "sm_map",
+    )
+    return not any(unusual)
 
 
 def _measured(folder: Path, row: Row, config: Mapping[str, Any]) -> Measured:
