@@ -186,9 +186,10 @@ def test_a_stop_does_not_wait_for_a_call_that_never_returns(
     fake_device.runtime = made.runtime
     made.prefill(1, PROMPT[:5])
     made.pages.advance([0, 6])
-    hung = threading.Event()
-    fake_device.fault = lambda rt, step: hung.wait(60)
+    called, hung = threading.Event(), threading.Event()
+    fake_device.fault = lambda rt, step: (called.set(), hung.wait(60))
     made.loop.resume(run_of(made, 9, 6, GREEDY))
+    assert called.wait(30)  # a loop that has not launched yet would park at once
     begun = time.monotonic()
     made.loop.stop()
     assert time.monotonic() - begun < 30 and not hung.is_set()
