@@ -14,13 +14,13 @@ import urllib.request
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from evals.completion import Completion, Request
 from mk.errors import MkError
 
 API_KEY = "OPENAI_API_KEY"  # the environment's, where the endpoint wants one
-_ABOUT_S = 30.0  # that a server may take to say something about itself
+ABOUT_S = 30.0  # that a server may take to say something about itself
 _COUNT_S = 5.0  # that it may take to count an answer it has given
 # How servers count the requests that they answered in full; the reason of each is a label.
 _ANSWERED = re.compile(
@@ -29,17 +29,20 @@ _ANSWERED = re.compile(
 _COUNTS = re.compile(r"^# TYPE (?:mk_requests_finished|vllm:request_success)(?:_total)? counter$", re.MULTILINE)
 
 
-class _Pool:
+Result = TypeVar("Result")
+
+
+class Pool(Generic[Result]):
     """As a ThreadPoolExecutor, of threads that no ending process waits for: a server may never answer."""
 
     def __init__(self, threads: int) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Future[Completion], Callable[[], Completion]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[Result], Callable[[], Result]] | None] = queue.SimpleQueue()
         self._threads = threads
         for _ in range(threads):
             threading.Thread(target=self._work, daemon=True).start()
 
-    def submit(self, job: Callable[[], Completion]) -> Future[Completion]:
-        future: Future[Completion] = Future()
+    def submit(self, job: Callable[[], Result]) -> Future[Result]:
+        future: Future[Result] = Future()
         self._jobs.put((future, job))
         return future
 
@@ -70,7 +73,7 @@ class ServedEngine:
         self.name = name
         self.parallel = parallel
         self.url, self._timeout_s = base_url.rstrip("/"), timeout_s
-        self._pool = _Pool(parallel)
+        self._pool = Pool[Completion](parallel)
         self._open: dict[Future[Completion], Hashable] = {}
         self.model, self.context = self._about(model)
 
@@ -103,7 +106,7 @@ class ServedEngine:
         end = time.monotonic() + _COUNT_S
         while True:
             try:
-                with urllib.request.urlopen(http_request(url), timeout=_ABOUT_S) as reply:
+                with urllib.request.urlopen(http_request(url), timeout=ABOUT_S) as reply:
                     text = reply.read().decode(errors="replace")
             except (OSError, http.client.HTTPException):
                 return None
@@ -115,7 +118,7 @@ class ServedEngine:
             time.sleep(0.02)
 
     def _about(self, model: str | None) -> tuple[str, int | None]:
-        served = fetch(f"{self.url}/models", None, _ABOUT_S).get("data")
+        served = fetch(f"{self.url}/models", None, ABOUT_S).get("data")
         known = {str(each["id"]): each for each in served} if isinstance(served, list) else {}
         if model is None and not known:
             raise MkError(

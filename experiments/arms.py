@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from mk.config import Config, resolved
 from mk.errors import MkError
+from mk.kept import leaves_of
 from mk.rows import Row
 from mk.step_figures import Ratio
 
@@ -30,7 +30,7 @@ def _within(key: str, parents: Sequence[str]) -> bool:
 
 def require_axes(axes: Sequence[str], jobs: Sequence[tuple[str, Config]]) -> None:
     """Raises MkError for an axis that is no key, and for a key in which two variants differ beyond the axes."""
-    (first, base), *others = [(label, dict(_leaves(resolved(job)))) for label, job in jobs]
+    (first, base), *others = [(label, dict(leaves_of(resolved(job)))) for label, job in jobs]
     keys = {*base}.union(*(leaves for _, leaves in others))
     for axis in axes:
         if not any(_within(key, [axis]) for key in keys):
@@ -45,14 +45,6 @@ def require_axes(axes: Sequence[str], jobs: Sequence[tuple[str, Config]]) -> Non
                 f"{label!r} and {first!r} differ in {beyond[0]}, and experiment.axes={list(axes)}",
                 hint="one axis a comparison, or add to experiment.axes",
             )
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def require_apart(executed: Mapping[str, str], batch: int) -> None:

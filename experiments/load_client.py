@@ -6,17 +6,17 @@ It asks for the usage in every chunk, by which it counts tokens: a chunk's text 
 from __future__ import annotations
 
 import json
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import as_completed, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from evals.served import answering, fetch, http_request
+from evals.served import ABOUT_S, Pool, answering, fetch, http_request
 from mk.errors import MkError
 
-ABOUT_S = 30.0  # that a server may take to say what it serves
 COUNTED = {"include_usage": True, "continuous_usage_stats": True}
 
 
@@ -88,31 +88,17 @@ class Client:
 
         done: told how many have. Raises MkError as `ask` does, for the first that fails.
         """
-        answers: list[Answer | None] = [None] * len(bodies)
-        waiting, ended, failures, lock = iter(range(len(bodies))), 0, list[BaseException](), threading.Lock()
-
-        def work() -> None:
-            nonlocal ended
-            while not failures:
-                with lock:
-                    number = next(waiting, None)
-                if number is None:
-                    return
-                try:
-                    answers[number] = self.ask(path, bodies[number])
-                except BaseException as error:
-                    failures.append(error)
-                    return
-                with lock:
-                    ended += 1
-                    done(ended)
-
-        # no ending process waits for them: a server may never answer
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(parallel, len(bodies)))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
-        return [answer for answer in answers if answer is not None]
+        pool = Pool[Answer](min(parallel, len(bodies)))
+        futures = [pool.submit(partial(self.ask, path, body)) for body in bodies]
+        try:
+            for ended, future in enumerate(as_completed(futures), 1):
+                future.result()  # raises
+                done(ended)
+        except Exception:  # nothing more is sent, and what is being answered comes to its end
+            wait([future for future in futures if not future.cancel()])
+            raise
+        finally:  # an interrupt does not wait for that
+            for future in futures:
+                future.cancel()
+            pool.close()
+        return [future.result() for future in futures]

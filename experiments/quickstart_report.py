@@ -97,7 +97,8 @@ class Report:
             self._write(decoded, suffix, {"oracle": None})
             return
         differences = self._compare(self._oracle, decoded)
-        noise = self._noise(self._oracle, decoded, differences) if self.rounds else []
+        prompts = {row: request.prompt for row, request in decoded.rows}
+        noise = [self._oracle.noise(prompts[d.row], d.oracle) for d in differences] if self.rounds else []
         found = {
             "oracle": self._oracle.name,
             "differences": [[d.row, d.index, d.margin] for d in differences],
@@ -132,15 +133,6 @@ class Report:
                     found.append(difference)
                 done(row + 1)
         return found
-
-    def _noise(self, oracle: GreedyOracle, decoded: Decoded, differences: Sequence[Divergence]) -> list[float]:
-        """Of the margin in each row that differs, over the oracle's own tokens."""
-        rows = dict(decoded.rows)
-        eos = self.model.tokenizer.eos
-        return [
-            oracle.noise(rows[d.row].prompt, oracle.decode(rows[d.row].prompt, len(rows[d.row].tokens), eos))
-            for d in differences
-        ]
 
     def _print_rows(self, decoded: Decoded) -> None:
         """Each row's continuation, after the line of its prompt that it continues."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,9 +21,9 @@ from typing import Any
 
 import torch
 
-from evals.served import fetch
+from evals.served import ABOUT_S, fetch
 from experiments import vllm_serve
-from experiments.baselines.vllm_process import find, parse_log
+from experiments.baselines.vllm_process import add_info, find, parse_log, started
 from experiments.device_weights import open_weights
 from experiments.settings import Serve
 from mk.compose import to_yaml
@@ -36,7 +35,6 @@ from mk.server.launch import API_KEY, listen
 from mk.sources import ROOT
 
 STOP_S = 20.0  # that a server may take to end its processes before they are killed
-ABOUT_S = 30.0  # that it may take to say something about itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +124,7 @@ def _make_weights(cfg: Config, url: str, folder: str, resolved: dict[str, str]) 
     started = time.monotonic()
     said = call("mk_load_weights", folder, weights.seed or 0, weights.qk_scale or 1.0)
     print(f"vLLM's weights: {said}, after {time.monotonic() - started:.0f} s more", flush=True)
-    info = call("mk_info")
-    resolved |= {name: info[name] for name in ("graph_mode", "compile_mode")}
-    if info["flash_attention"]:
-        resolved["attention_backend"] = f"{resolved.get('attention_backend', '')} {info['flash_attention']}".strip()
+    add_info(resolved, call("mk_info"))
     return {"same_weights": said == "same"}
 
 
@@ -137,22 +132,11 @@ def _make_weights(cfg: Config, url: str, folder: str, resolved: dict[str, str]) 
 def _process(
     name: str, command: list[str], env: Mapping[str, str], log: Path, cfg: Config, timeout_s: float, hint: str
 ) -> Iterator[str]:
-    """A server's process, from when it answers; its URL. Whatever it started ends with it."""
+    """A server's process, from when it answers; its URL."""
     url = f"http://{cfg.server.host}:{cfg.server.port}"
-    with log.open("w") as file:
-        process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
+    with started(command, env, log, STOP_S) as process:
         _wait_for(name, f"{url}/health", process, log, timeout_s, hint)
         yield url
-    finally:
-        try:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_S)
-        finally:  # also where a second interrupt ends the wait
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # vLLM's engine has a process of its own
-            process.wait()
 
 
 def _wait_for(name: str, url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float, hint: str) -> None:

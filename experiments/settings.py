@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mk.errors import MkError
-from mk.validation import check_contexts, require_at_least, require_one_of
+from mk.validation import check_contexts, require_at_least, require_one_of, require_some_of
 
 
 @dataclass(slots=True)
@@ -121,31 +121,26 @@ class WaveOccupancy(Variants):
 
 
 @dataclass(slots=True)
-class VllmDecode(DecodeThroughput):
+class BesideBaseline(DecodeThroughput):
+    """Of every experiment that times another engine's decode steps beside the kernel's."""
+
     routings: list[str]  # each measured by both engines
 
     def __post_init__(self) -> None:
         DecodeThroughput.__post_init__(self)
-        if not self.routings:
-            raise MkError("experiment.routings is empty", hint="experiment.routings=[uniform]")
-        for routing in self.routings:
-            require_one_of("experiment.routings", routing, ("uniform", "checkpoint"))
+        require_some_of("experiment.routings", self.routings, ("uniform", "checkpoint"))
+
+
+VllmDecode = BesideBaseline
 
 
 @dataclass(slots=True)
-class TransformersDecode(DecodeThroughput):
-    routings: list[str]  # each measured by both engines
+class TransformersDecode(BesideBaseline):
     experts: list[str]  # implementations of transformers, each timed; the fastest one is the baseline
 
     def __post_init__(self) -> None:
-        for name, values, known in (
-            ("routings", self.routings, ("uniform", "checkpoint")),
-            ("experts", self.experts, ("grouped_mm", "batched_mm")),
-        ):
-            if not values:
-                raise MkError(f"experiment.{name} is empty", hint=f"experiment.{name}=[{known[0]}]")
-            for value in values:
-                require_one_of(f"experiment.{name}", value, known)
+        BesideBaseline.__post_init__(self)
+        require_some_of("experiment.experts", self.experts, ("grouped_mm", "batched_mm"))
 
 
 @dataclass(slots=True)
@@ -387,10 +382,8 @@ class Serving(Servers):
 
     def __post_init__(self) -> None:
         Servers.__post_init__(self)
-        if not self.workloads:
-            raise MkError("experiment.workloads is empty", hint="'experiment.workloads=[fixed]'")
+        require_some_of("experiment.workloads", self.workloads, ("fixed", "aime"))
         for workload in self.workloads:
-            require_one_of("experiment.workloads", workload, ("fixed", "aime"))
             if self.workloads.count(workload) > 1:
                 raise MkError(f"experiment.workloads names {workload!r} twice")
         self.fixed.check("experiment.fixed")

@@ -180,3 +180,12 @@ def _public(value: Any, key: str = "") -> Any:
     if isinstance(value, list):
         return [_public(item, key) for item in value]
     return host_free(value) if isinstance(value, str) and key not in TEXTS else value
+
+
+def leaves_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """A resolved configuration's values by their dotted keys."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from leaves_of(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -22,7 +22,7 @@ from mk.runtime import Runtime
 from mk.schedule.cut import launches_of, waves_of
 from mk.schedule.identity import executed_hash
 from mk.schedule.lower import Program
-from mk.step_params import COUNTER_STRIDE, HOST_STEPS
+from mk.step_params import HOST_STEPS, counters_at
 
 
 class StepPart(ctypes.Structure):
@@ -92,11 +92,10 @@ class WaveLaunches(Runtime):
         if id(program) not in self._known:
             self._known[id(program)] = _Parts(program, self.parts_of(program), self.device)
         parts = self._parts = self._known[id(program)]
-        counters = np.zeros((max(1, len(parts.per_step)), COUNTER_STRIDE), np.uint32)
-        counters[: len(parts.per_step), 0] = (parts.per_step * epoch) & 0xFFFFFFFF
-        self._counted = epoch, counters[: len(parts.per_step), 0].copy()
+        counters = counters_at(parts.per_step, epoch)
+        self._counted = epoch, counters[: len(parts.per_step), 0].view(np.uint32).copy()
         with torch.cuda.stream(self.stream):
-            self._part_counters = torch.from_numpy(counters.view(np.int32)).to(self.device)
+            self._part_counters = torch.from_numpy(counters).to(self.device)
             if records := self.params.trace_records:
                 shape = len(parts.programs), program.shape.n_sm, records, 16
                 self.launch_trace = torch.zeros(shape, dtype=torch.int32, device=self.device)
@@ -198,10 +197,8 @@ class OperationLaunches(GraphedLaunches):
     def choose(self, parts: Sequence[int]) -> None:
         """Steps are these parts from now on, by their places in `waves_of`, until the next `load`."""
         assert self._parts is not None
-        # those of parts that did not run have not grown with the epoch
-        grown = torch.from_numpy((self._parts.per_step * self.epoch & 0xFFFFFFFF).astype(np.uint32).view(np.int32))
-        with torch.cuda.stream(self.stream):
-            self._part_counters[: len(grown), 0] = grown.to(self.device)
+        with torch.cuda.stream(self.stream):  # those of parts that did not run have not grown with the epoch
+            self._part_counters.copy_(torch.from_numpy(counters_at(self._parts.per_step, self.epoch)))
         every = self._parts.addresses(self._part_counters, self.launch_trace)
         self._addresses = (StepPart * len(parts))(*(every[part] for part in parts))
 

@@ -31,13 +31,13 @@ from mk.schedule.identity import executed_hash
 from mk.schedule.lower import Program
 from mk.stalls import describe_stall
 from mk.step_params import (
-    COUNTER_STRIDE,
     HOST_STEPS,
     KV_BLOCK,
     MAX_ROWS,
     OWNED,
     StepParams,
     buffer_shapes,
+    counters_at,
     pack_sampling,
 )
 
@@ -198,8 +198,7 @@ class Runtime:
             )
         queues = self.geometry.layers * len(QUEUE_KINDS)
         steps = np.array([counter.per_step for counter in program.counters], np.int64)
-        counters = np.zeros((max(1, len(steps)), COUNTER_STRIDE), np.uint32)
-        counters[: len(steps), 0] = (steps * epoch) & 0xFFFFFFFF
+        counters = counters_at(steps, epoch)
         with torch.cuda.stream(self.stream):
             if id(program) not in self._lists:  # megabytes: a batch size that comes back must not wait for them
                 words, offsets = (torch.from_numpy(part).to(self.device) for part in (program.words, program.offsets))
@@ -207,7 +206,7 @@ class Runtime:
             _, words, offsets = self._lists[id(program)]
             self._own("words", words)
             self._own("offsets", offsets)
-            self._own("counters", torch.from_numpy(counters.view(np.int32)).to(self.device))
+            self._own("counters", torch.from_numpy(counters).to(self.device))
             self._own("queues", torch.zeros(2, queues, dtype=torch.int32, device=self.device))
             self["candidate_value"].fill_(float("-inf"))  # of SMs that get no strip of the head
             self["candidate_low"].fill_(float("inf"))
@@ -216,7 +215,7 @@ class Runtime:
                 self[name].zero_()
         self.params.rows, self.params.n_sm, self.params.n_queues = shape.rows, shape.n_sm, queues
         self.program, self.epoch = program, epoch
-        self._loaded = epoch, counters[: len(steps), 0].copy()
+        self._loaded = epoch, counters[: len(steps), 0].view(np.uint32).copy()
 
     def set_tables(self, tables: Mapping[str, Blocks]) -> None:
         """Page tables of the batch: kind -> int32 [rows, blocks], as `PageTable.table` holds them. -1 = no page.

@@ -26,6 +26,13 @@ COUNTER_STRIDE = 32  # words: a counter has a 128-byte line of its own
 KV_BLOCK = PAGE * 128  # elements of K or V of one page, layer and head
 
 
+def counters_at(per_step: npt.NDArray[np.int64], epoch: int) -> npt.NDArray[np.int32]:
+    """Counters [at least 1, COUNTER_STRIDE] after `epoch` steps that each add `per_step` [n] to them, as words wrap."""
+    counters = np.zeros((max(1, len(per_step)), COUNTER_STRIDE), np.uint32)
+    counters[: len(per_step), 0] = (per_step * epoch) & 0xFFFFFFFF
+    return counters.view(np.int32)
+
+
 def _params_fields() -> list[tuple[str, Any]]:
     """The ctypes fields of `StepParams`, read from params.cuh: the struct is written once."""
     text = (CSRC / "params.cuh").read_text()

@@ -24,6 +24,14 @@ def require_one_of(key: str, value: str, allowed: Iterable[str]) -> None:
         raise MkError(f"{key}={value} is not one of {', '.join(words)}", hint=f"{key}={near}" if near else None)
 
 
+def require_some_of(key: str, values: Sequence[str], allowed: Sequence[str]) -> None:
+    """A list that names at least one of `allowed`, and nothing else."""
+    if not values:
+        raise MkError(f"{key} is empty", hint=f"{key}=[{allowed[0]}]")
+    for value in values:
+        require_one_of(key, value, allowed)
+
+
 def require_at_least(key: str, value: float | None, least: float) -> None:
     if value is not None and value < least:
         raise MkError(f"{key}={value} must be at least {least}", hint=f"{key}={least}")

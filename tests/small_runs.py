@@ -142,7 +142,6 @@ READ_ELSEWHERE = {
         "experiments/slow_sm.py",
     ),
     "TransformersDecode.experts": "experiments/transformers_decode.py",
-    "TransformersDecode.routings": "experiments/transformers_decode.py",
     **dict.fromkeys(
         (
             f"TrainNano.{leaf}"
@@ -161,5 +160,5 @@ READ_ELSEWHERE = {
     "VllmConfig.kv": "experiments/vllm_decode.py",
     "VllmConfig.moe_backends": "experiments/vllm_decode.py",
     "VllmConfig.reasoning_parser": "experiments/vllm_serve.py",
-    "VllmDecode.routings": "experiments/vllm_decode.py",
+    "BesideBaseline.routings": "experiments/vllm_decode.py",
 }

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from experiments import ladder
-from experiments.arms import _leaves
 from experiments.decode_variants import variants
 from mk.build import DEPENDENT_LAUNCH, NO_RUN_AHEAD, ZERO_WAIT_DEFINE, Library
 from mk.compose import load_config
 from mk.config import resolved
 from mk.errors import MkError
+from mk.kept import leaves_of
 from mk.recompute import different
 from mk.rows import Row, read_raw, read_rows
 from tests.device_rig import FakeLibrary, fake_build, fake_device
@@ -27,7 +27,7 @@ SMALL = ["experiment=ladder", "model=nano", "weights=checkpoint", "experiment.co
 
 def test_every_arm_differs_from_the_one_before_in_one_key() -> None:
     jobs = variants(load_config(["experiment=ladder"]))
-    leaves = [dict(_leaves(resolved(job))) for _, job in jobs]
+    leaves = [dict(leaves_of(resolved(job))) for _, job in jobs]
     steps = [{key for key in a if a[key] != b[key]} for a, b in itertools.pairwise(leaves)]
     assert steps == [
         *[{"experiment.launches"}] * 3,

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -189,19 +190,36 @@ def card_state() -> str | None:
 
 
 def _run(command: list[str], env: dict[str, str], log: Path, timeout_s: int) -> str | None:
-    """Why it did not end well, None where it did. Whatever it started ends with it."""
-    with log.open("w") as file:
-        process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    """Why it did not end well, None where it did."""
+    with started(command, env, log) as process:
         try:
             status = process.wait(timeout_s)
-            return f"exit status {status}" if status else None
+            ended = f"exit status {status}" if status else None
         except subprocess.TimeoutExpired:
-            return f"stopped after {timeout_s} s"
-        finally:
+            ended = f"stopped after {timeout_s} s"
+    time.sleep(0.1)  # the card's memory comes back a moment after the last process
+    return ended
+
+
+@contextlib.contextmanager
+def started(
+    command: list[str], env: Mapping[str, str], log: Path, stop_s: float = 0.0
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that writes to `log`, with `stop_s` seconds to end by itself. Whatever it started ends with it."""
+    with log.open("w") as file:
+        process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        yield process
+    finally:
+        try:
+            if stop_s:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(stop_s)
+        finally:  # also where a second interrupt ends the wait
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)  # vLLM's engine has a process of its own
             process.wait()
-            time.sleep(0.1)  # the card's memory comes back a moment after the last process
 
 
 def read(results: list[dict[str, Any]], log: list[str], version: str) -> Measured:
@@ -217,10 +235,7 @@ def read(results: list[dict[str, Any]], log: list[str], version: str) -> Measure
             measured.same_weights = one["weights"] == "same"
             if not measured.same_weights:
                 measured.errors.append(f"weights {one['weights']}")
-            resolved |= {name: one[name] for name in ("graph_mode", "compile_mode")}
-            if one["flash_attention"]:
-                named = resolved.get("attention_backend", "")
-                resolved["attention_backend"] = f"{named} {one['flash_attention']}".strip()
+            add_info(resolved, one)
         elif case == "decode":
             cases[key] = Case(*key, one["step_ms"], one["tpot_ms"])
         elif case == "experts" and key in cases:
@@ -229,6 +244,13 @@ def read(results: list[dict[str, Any]], log: list[str], version: str) -> Measure
             measured.errors.append(f"batch {key[0]}, context {key[1]}: {one['error']}")
     measured.cases = list(cases.values())
     return measured
+
+
+def add_info(resolved: dict[str, str], info: Mapping[str, Any]) -> None:
+    """Puts what the worker says of itself (`mk_info`) before what the log said."""
+    resolved |= {name: info[name] for name in ("graph_mode", "compile_mode")}
+    if info["flash_attention"]:
+        resolved["attention_backend"] = f"{resolved.get('attention_backend', '')} {info['flash_attention']}".strip()
 
 
 def parse_log(log: list[str]) -> tuple[dict[str, str], list[str]]:

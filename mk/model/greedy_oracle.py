@@ -29,6 +29,7 @@ class Divergence:
     index: int  # among the new tokens
     got: int | None  # None: the row ended before the oracle's
     expected: int | None
+    oracle: list[int]  # its tokens, as many as the row has at most
     margin: float  # that the oracle's token there is above the other, in float32 logits; above its second, at an end
 
 
@@ -70,7 +71,9 @@ class GreedyOracle:
             got = tokens[index] if index < len(tokens) else None
             wanted = expected[index] if index < len(expected) else None
             if got != wanted:
-                return Divergence(row, index, got, wanted, self._margin([*prompt, *expected[:index]], got, wanted))
+                return Divergence(
+                    row, index, got, wanted, expected, self._margin([*prompt, *expected[:index]], got, wanted)
+                )
         return None
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from mk.kept import read_configs
+from mk.kept import leaves_of, read_configs
 from mk.rows import Row, read_rows
 
 
@@ -56,7 +56,7 @@ def newest(rows: Iterable[Kept], key: Callable[[Row], Hashable]) -> list[Kept]:
 def differing(rows: Iterable[Kept]) -> dict[str, str]:
     """Config hash -> what its configuration says otherwise than that of the first row, experiment and run_dir apart;
     empty text where nothing, or nothing is known."""
-    plain = {kept.row.config_hash: _leaves(kept.config or {}) for kept in rows}
+    plain = {kept.row.config_hash: _plan(kept.config or {}) for kept in rows}
     first = next(iter(plain.values()), {})
     found = {}
     for name, leaves in plain.items():
@@ -65,10 +65,5 @@ def differing(rows: Iterable[Kept]) -> dict[str, str]:
     return found
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if not prefix and name in ("experiment", "run_dir"):
-            continue
-        found |= _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return found
+def _plan(config: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(leaves_of({name: value for name, value in config.items() if name not in ("experiment", "run_dir")}))
