@@ -43,7 +43,7 @@ class Consumer {
     return true;
   }
   DEVICE void mark(TraceWord word) const {
-    if (threadIdx.x == 0) trace_mark(p, entries.count, word);
+    if (threadIdx.x == 0) trace_mark(s.marks, entries.index(), word);
   }
   DEVICE void taken() {
     mark(T_TAKEN);
@@ -53,8 +53,8 @@ class Consumer {
   DEVICE void done() {
     mark(T_DONE);
     if (threadIdx.x == 0) {
-      trace_spent(p, s.tallies, entries.count, T_RING_EMPTY, SPENT_RING_EMPTY);
-      trace_spent(p, s.tallies, entries.count, T_TILE_FULL, SPENT_TILE_FULL);
+      trace_spent(s.marks, entries.index(), T_RING_EMPTY, SPENT_RING_EMPTY);
+      trace_spent(s.marks, entries.index(), T_TILE_FULL, SPENT_TILE_FULL);
     }
     entries.release();
   }

@@ -27,10 +27,11 @@ class Controller {
       idle = moved ? 0 : idle + 1;
       if ((idle & 255) == 255 && g.expired()) return g.report(polled_, target_, seen_);
     }
-    if (lane == 0) end_trace(p, published_);
+    if (lane == 0) trace_end(s.marks, (published_ - 1) % ENTRIES);
     // the others still wait for each other: somebody must watch the clock
     for (idle = 1; !barrier_test(&s.finished, 0); ++idle)
       if ((idle & 255) == 0) g.expired();
+    flush_trace(p, s.marks, published_, lane);
   }
 
  private:
@@ -144,16 +145,13 @@ class Controller {
   }
 
   DEVICE void put(int value) {
+    trace_turn(p, s.marks, at_.index, published_ + 1, lane);
     s.entry[at_.index][lane] = value;
-    // a moment that no role comes to this time must not keep an earlier step's
-    if (lane == W_WAVE) trace_word(p, published_ + 1, T_OPENED, 0);
     __syncwarp();
     if (lane == 0) barrier_arrive(&s.entry_full[at_.index]);
+    trace_published(s.marks, at_.index, lane, value);
     at_.next();
     ++published_;
-    if (lane == W_OPCODE) trace_word(p, published_, T_OPCODE, value), trace_mark(p, published_, T_PUBLISHED);
-    if (lane == W_LAYER) trace_word(p, published_, T_LAYER, value);
-    if (lane == W_TASK) trace_word(p, published_, T_TASK, value);
   }
 
   // ---- waits ----
@@ -170,10 +168,9 @@ class Controller {
     if (!reached(d, W_WAIT0) || !reached(d, W_WAIT1)) return false;
     __syncwarp();
     inject_delay(p, DELAY_WAIT, opened_);
-    if (lane == 0) barrier_arrive(&s.entry_go[opens_.index]);
+    if (lane == 0) barrier_arrive(&s.entry_go[opens_.index]), trace_mark(s.marks, opens_.index, T_GO);
     opens_.next();
     ++opened_;
-    if (lane == 0) trace_mark(p, opened_, T_GO);
     return true;
   }
 

@@ -35,8 +35,7 @@ class Producer {
 #ifdef MK_NO_RUN_AHEAD  // no weights past a wait
       if (!g.wait(&s.entry_go[at.index], at.lap)) return false;
 #endif
-      ++streamed_;
-      if (lane == 0) trace_mark(p, streamed_, T_STREAM);
+      if (lane == 0) trace_mark(s.marks, at.index, T_STREAM);
       Cursor<ENTRIES> following = at;
       following.next();
       const int first = ahead_ ? looked_up_ : look_up(d, 0);
@@ -45,9 +44,9 @@ class Producer {
       if (d[W_OPCODE] == OP_PREFETCH) prefetch(d, following);
       if (!(d[W_OPCODE] == OP_ATTENTION ? stream_pages(d, first) : stream_weights(d))) return false;
       if (lane == 0) {
-        trace_mark(p, streamed_, T_STREAMED);
-        trace_spent(p, s.tallies, streamed_, T_RING_FULL, SPENT_RING_FULL);
-        trace_spent(p, s.tallies, streamed_, T_WINDOW, SPENT_WINDOW);
+        trace_mark(s.marks, at.index, T_STREAMED);
+        trace_spent(s.marks, at.index, T_RING_FULL, SPENT_RING_FULL);
+        trace_spent(s.marks, at.index, T_WINDOW, SPENT_WINDOW);
       }
       __syncwarp(MASK);
       if (lane == 0) barrier_arrive(&s.entry_empty[at.index]);
@@ -177,7 +176,6 @@ class Producer {
   // where this lane's next copy goes, and the one, `window_slots` earlier, that must have landed before: none at first,
   // and the lap before the first counts as landed
   Cursor<RING_SLOTS> at_, landed_;
-  int streamed_ = 0;
   bool ahead_ = false;  // `looked_up_` belongs to the entry that comes next
   int looked_up_ = NONE;
 };

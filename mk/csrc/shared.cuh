@@ -23,7 +23,6 @@ constexpr int RING_ROOM = 22, RING_SLOTS = MK_RING_SLOTS;
 static_assert(RING_SLOTS <= RING_ROOM, "ring slots of an SM");
 constexpr int COPY_BYTES = MK_COPY_BYTES;
 constexpr int PRODUCER_LANES = 4;  // slots that are issued at once
-constexpr int ENTRIES = 16;     // task ring
 constexpr int TILES_RING = 4;   // partial tiles between consumers and storer
 constexpr int CHUNK = 16;       // descriptors fetched at once
 constexpr int MAX_ROWS = 8;
@@ -60,7 +59,7 @@ struct Shared {
   int doing[4];    // entry each role of the main track is at, for the stall record
   int aside[DESCRIPTOR_WORDS];  // what the track aside is at
   float split_weight[MAX_STRIDE];  // attention combine
-  Tallies tallies;
+  Marks marks;
 #ifdef MK_PLANTED_RACE
   int planted;
 #endif

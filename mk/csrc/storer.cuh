@@ -26,16 +26,13 @@ class Storer {
       }
       // opened: an entry may only store and signal after its waits, also when it has nothing to do
       if (!(ok = entries.opened())) break;
-      const uint32_t opened = trace_clock();
+      if (at.lane == 0) trace_mark(s.marks, entries.index(), T_STORING);
       if (!(ok = products(d))) break;
       others(d);
       inject_delay(p, DELAY_SIGNAL, d[W_TASK]);
       __syncwarp();
       if (at.lane == 0) tell(p, d);
-      if (at.lane == 0) {  // after the signal, which waits for every store before it
-        trace_word(p, entries.count, T_STORING, opened);
-        trace_word(p, entries.count, T_SIGNALLED, trace_clock());
-      }
+      if (at.lane == 0) trace_mark(s.marks, entries.index(), T_SIGNALLED);
       entries.release();
     }
     if (!ok) entries.report();

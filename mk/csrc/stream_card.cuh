@@ -31,7 +31,7 @@ class StreamCard final : public Card {
   }
   int state() override {
     const cudaError_t e = cudaStreamQuery(stream_);
-    return e == cudaErrorNotReady ? BUSY : e == cudaSuccess ? IDLE : e;
+    return e == cudaErrorNotReady ? BUSY : e == cudaSuccess ? IDLE : static_cast<int>(e);
   }
   // The times between starts add up: a float of milliseconds since the first one would soon be coarse.
   int64_t started_ns() override {

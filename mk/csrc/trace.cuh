@@ -1,10 +1,15 @@
 // Where a step's time goes: one record a descriptor that an SM runs, kept with -DMK_TRACE: the main track's from record 1
 // on, those of the track aside from the last record backwards.
 //
+// Roles leave their moments in shared memory, beside the entry of the task ring; the controller takes a record to global
+// memory when it puts the next entry there, so that to note a moment costs a role a store.
+//
 // mk/trace.py reads the words of a record from here. Times are cycles of the SM's own clock, low words; record 0 of a block
 // puts the kernel's start there on the card's clock, which all SMs share.
 #pragma once
 #include "params.cuh"
+
+constexpr int ENTRIES = 16;  // task ring
 
 enum TraceWord : int {
   T_OPCODE,     // record 0: the SM that the block is on
@@ -29,56 +34,80 @@ enum TraceWord : int {
 enum Spent : int { SPENT_RING_FULL, SPENT_WINDOW, SPENT_RING_EMPTY, SPENT_TILE_FULL, SPENT_KINDS };
 
 #ifdef MK_TRACE
-struct Tallies {
-  uint32_t cycles[SPENT_KINDS];
+struct Marks {
+  uint32_t words[ENTRIES][TRACE_WORDS];
+  uint32_t spent[SPENT_KINDS];
 };
 
 DEVICE uint32_t trace_clock() { return static_cast<uint32_t>(sm_cycles()); }
 // Adds a wait, without waiting for the sum. One thread of a role counts: consumer warp 0's and the producer's first.
-DEVICE void trace_wait(Tallies& t, Spent kind, uint32_t since) {
+DEVICE void trace_wait(Marks& m, Spent kind, uint32_t since) {
   constexpr int PRODUCER_THREAD = 9 * 32;
   if (kind != SPENT_KINDS && (threadIdx.x == 0 || threadIdx.x == PRODUCER_THREAD))
-    atomicAdd(&t.cycles[kind], trace_clock() - since);
+    atomicAdd(&m.spent[kind], trace_clock() - since);
+}
+// One lane of a role calls these; `entry`: its place in the task ring.
+DEVICE void trace_mark(Marks& m, int entry, TraceWord word) { m.words[entry][word] = trace_clock(); }
+DEVICE void trace_spent(Marks& m, int entry, TraceWord word, Spent kind) {
+  m.words[entry][word] = m.spent[kind];
+  m.spent[kind] = 0;
 }
 
-DEVICE void trace_word(const StepParams& p, int entry, TraceWord word, uint32_t value) {
-  if (entry < p.trace_records) p.trace[(static_cast<size_t>(blockIdx.x) * p.trace_records + entry) * TRACE_WORDS + word] = value;
+// A lane's word of a record of this block.
+DEVICE void trace_word(const StepParams& p, int record, int word, uint32_t value) {
+  if (word < TRACE_WORDS && record > 0 && record < p.trace_records)
+    p.trace[(static_cast<size_t>(blockIdx.x) * p.trace_records + record) * TRACE_WORDS + word] = value;
 }
-// Record 0, and the tallies at zero; before the block's first barrier.
-DEVICE void start_trace(const StepParams& p, Tallies& t) {
+// Record 0, and no time spent; before the block's first barrier.
+DEVICE void start_trace(const StepParams& p, Marks& m) {
   if (threadIdx.x != 0) return;
-  for (int kind = 0; kind < SPENT_KINDS; ++kind) t.cycles[kind] = 0;
-  uint64_t now = nanoseconds();
-  trace_word(p, 0, T_OPCODE, sm_number());
-  trace_word(p, 0, T_LAYER, static_cast<uint32_t>(now)), trace_word(p, 0, T_TASK, static_cast<uint32_t>(now >> 32));
-  trace_word(p, 0, T_PUBLISHED, trace_clock());
+  for (int kind = 0; kind < SPENT_KINDS; ++kind) m.spent[kind] = 0;
+  uint32_t* begin = p.trace + static_cast<size_t>(blockIdx.x) * p.trace_records * TRACE_WORDS;
+  const uint64_t now = nanoseconds();
+  begin[T_OPCODE] = sm_number();
+  begin[T_LAYER] = static_cast<uint32_t>(now), begin[T_TASK] = static_cast<uint32_t>(now >> 32);
+  begin[T_PUBLISHED] = trace_clock();
 }
-// The record of the entry that ends the track: both clocks once more, to tell how fast the SM's runs.
-DEVICE void end_trace(const StepParams& p, int entry) {
-  trace_word(p, entry, T_STORING, static_cast<uint32_t>(nanoseconds())), trace_word(p, entry, T_SIGNALLED, trace_clock());
+// The controller's, a word a lane: the record of what was at `entry` goes out, the `record`-th is begun there. A moment
+// that no role comes to stays 0.
+DEVICE void trace_turn(const StepParams& p, Marks& m, int entry, int record, int lane) {
+  __syncwarp();
+  if (lane >= TRACE_WORDS) return;
+  trace_word(p, record - ENTRIES, lane, m.words[entry][lane]);
+  m.words[entry][lane] = 0;
+}
+// What was published there, from the lane that holds a word of the descriptor.
+DEVICE void trace_published(Marks& m, int entry, int lane, int value) {
+  if (lane == W_OPCODE) m.words[entry][T_OPCODE] = value, trace_mark(m, entry, T_PUBLISHED);
+  if (lane == W_LAYER) m.words[entry][T_LAYER] = value;
+  if (lane == W_TASK) m.words[entry][T_TASK] = value;
+}
+// The entry that ends the track: both clocks once more, to tell how fast the SM's runs.
+DEVICE void trace_end(Marks& m, int entry) {
+  m.words[entry][T_STORING] = static_cast<uint32_t>(nanoseconds()), trace_mark(m, entry, T_SIGNALLED);
+}
+// The records that are still in shared memory when every role has come to its end; `last`: the number of the newest.
+DEVICE void flush_trace(const StepParams& p, Marks& m, int last, int lane) {
+  for (int record = max(1, last - ENTRIES + 1); record <= last; ++record)
+    trace_turn(p, m, (record - 1) % ENTRIES, record + ENTRIES, lane);
 }
 // The `count`-th task aside, from 0, that one warp worked at from `begun` until now.
 DEVICE void trace_aside(const StepParams& p, int count, const int* d, uint32_t begun) {
-  const int record = p.trace_records - 1 - count;
-  if (threadIdx.x % 32 != 0 || record <= 0) return;
-  trace_word(p, record, T_OPCODE, d[W_OPCODE]), trace_word(p, record, T_LAYER, d[W_LAYER]);
-  trace_word(p, record, T_TASK, d[W_TASK]);
-  trace_word(p, record, T_STORING, begun), trace_word(p, record, T_SIGNALLED, trace_clock());
-}
-// One lane of a role calls these; `entry` counts the descriptors of the main track from 1.
-DEVICE void trace_mark(const StepParams& p, int entry, TraceWord word) { trace_word(p, entry, word, trace_clock()); }
-DEVICE void trace_spent(const StepParams& p, Tallies& t, int entry, TraceWord word, Spent kind) {
-  trace_word(p, entry, word, t.cycles[kind]);
-  t.cycles[kind] = 0;
+  const int lane = threadIdx.x % 32;
+  const int what = lane == T_OPCODE ? W_OPCODE : lane == T_LAYER ? W_LAYER : W_TASK;
+  const uint32_t value = lane == T_STORING ? begun : lane == T_SIGNALLED ? trace_clock() : lane <= T_TASK ? d[what] : 0;
+  trace_word(p, p.trace_records - 1 - count, lane, value);
 }
 #else
-struct Tallies {};
+struct Marks {};
 DEVICE uint32_t trace_clock() { return 0; }
-DEVICE void trace_wait(Tallies&, Spent, uint32_t) {}
-DEVICE void start_trace(const StepParams&, Tallies&) {}
-DEVICE void end_trace(const StepParams&, int) {}
+DEVICE void trace_wait(Marks&, Spent, uint32_t) {}
+DEVICE void trace_mark(Marks&, int, TraceWord) {}
+DEVICE void trace_spent(Marks&, int, TraceWord, Spent) {}
+DEVICE void start_trace(const StepParams&, Marks&) {}
+DEVICE void trace_turn(const StepParams&, Marks&, int, int, int) {}
+DEVICE void trace_published(Marks&, int, int, int) {}
+DEVICE void trace_end(Marks&, int) {}
+DEVICE void flush_trace(const StepParams&, Marks&, int, int) {}
 DEVICE void trace_aside(const StepParams&, int, const int*, uint32_t) {}
-DEVICE void trace_word(const StepParams&, int, TraceWord, uint32_t) {}
-DEVICE void trace_mark(const StepParams&, int, TraceWord) {}
-DEVICE void trace_spent(const StepParams&, Tallies&, int, TraceWord, Spent) {}
 #endif

@@ -16,16 +16,16 @@ class Guard {
 
   // Waits for a phase of an mbarrier; false when the step was given up.
   DEVICE bool wait(Barrier* b, uint32_t parity, Spent kind = SPENT_KINDS) const {
-#ifdef MK_TRACE
-    if (barrier_test(b, parity)) return true;  // reading the clock twice where nobody waits would slow it
+#ifdef MK_TRACE  // reading the clock twice where nobody waits would slow it
+    if (kind != SPENT_KINDS && barrier_test(b, parity)) return true;
 #endif
-    const uint32_t since = trace_clock();
+    const uint32_t since = kind == SPENT_KINDS ? 0 : trace_clock();
     // a look at shared memory at every try would slow the whole SM: nine warps wait here most of the time
     uint32_t tries = 0;
 #pragma unroll 1
     while (!barrier_try(b, parity))
       if ((++tries & 63) == 0 && given_up()) return false;
-    trace_wait(s.tallies, kind, since);
+    trace_wait(s.marks, kind, since);
     return true;
   }
   DEVICE bool given_up() const { return *reinterpret_cast<volatile int*>(&s.given_up); }
@@ -139,10 +139,9 @@ class EntryReader {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(&s.entry_empty[at.index]);
     at.next();
-    ++count;
   }
+  DEVICE int index() const { return at.index; }
   const int* words = nullptr;
-  int count = 1;  // of the current entry, as the trace numbers them
 
  private:
   const StepParams& p;

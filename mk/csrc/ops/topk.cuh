@@ -13,7 +13,7 @@ DEVICE uint32_t logit_key(float v) {
 // are complete, without a cold load in the way.
 class ReplacedIds {
  public:
-  DEVICE ReplacedIds() = default;
+  ReplacedIds() = default;
   DEVICE ReplacedIds(const StepParams& p, int layer, int lane) {
     if (!p.forced_ids) return;
 #pragma unroll 1
