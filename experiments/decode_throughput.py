@@ -129,7 +129,8 @@ class Bench:
         routed = "" if ids is None else hashlib.sha256(ids.numpy().tobytes()).hexdigest()
         library, settings = self.library, self.cfg.experiment
         said = self.programs[batch].schedule_hash, library.build_hash, library.defines, self.cfg.engine.ring, routed
-        return hashlib.sha256(repr((*said, settings.context, settings.launches)).encode()).hexdigest()[:16]
+        asked = configured_sampling(self.cfg, batch), settings.context, settings.launches
+        return hashlib.sha256(repr((*said, *asked)).encode()).hexdigest()[:16]
 
     def append(self, run: RunFolder, batch: int, timing: Timing, raw: Mapping[str, Any] = MappingProxyType({}),
                **more: Any) -> Row:  # fmt: skip

@@ -100,7 +100,7 @@ class Variants(DecodeThroughput):
 
 # The experiments that are nothing but a comparison, under the names that configs/experiment/ asks for.
 WaveOrderAblation = PlacementAblation = ScheduleAblation = RoutingAblation = Variants
-KernelAblation = RingAblation = PlanAblation = ContextSweep = Ladder = Variants
+KernelAblation = RingAblation = SamplingAblation = PlanAblation = ContextSweep = Ladder = Variants
 
 
 @dataclass(slots=True)

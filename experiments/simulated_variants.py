@@ -48,6 +48,8 @@ def run(cfg: Config, jobs: Sequence[tuple[str, Config]], to_previous: bool = Fal
                             raise MkError("another build of the kernel, of which the simulator knows nothing")
                         if job.experiment.launches != "step":
                             raise MkError("a step of many launches, of which the simulator knows nothing")
+                        if job.sampling.temperature > 0:
+                            raise MkError("the waves that draw tokens, which were never traced for the simulator")
                         sample = Sample.draw(geometry, job.routing, [job.experiment.context] * batch)
                     except MkError as error:
                         left[label] = str(error)
