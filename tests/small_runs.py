@@ -25,6 +25,7 @@ SMALL: dict[str, Sequence[str]] = {
     "routing_ablation": SIMULATED,
     "kernel_ablation": SIMULATED,
     "ring_ablation": SIMULATED,
+    "sampling_ablation": SIMULATED,
     "plan_ablation": [*SIMULATED, variants("wave_order=default,parted")],
     "ladder": [
         *SIMULATED,
