@@ -78,9 +78,9 @@ class Prepared:
 def prepare(run: Path, results: Path, root: Path = ROOT) -> list[Prepared]:
     """Reads and checks a run; writes nothing. What it simulated and what it measured go to folders of their own.
 
-    A row made where there was no git gets the commit with the same sources, and one whose configuration names folders
-    of its host the hash of that without them. Raises MkError for missing or broken files, rows that `verify` would
-    refuse, rows of several cards and raw data over `RAW_BYTES`.
+    A row made where there was no git, or from edits that were committed later, gets the commit with the same sources,
+    and one whose configuration names folders of its host the hash of that without them. Raises MkError for missing or
+    broken files, rows that `verify` would refuse, rows of several cards and raw data over `RAW_BYTES`.
     """
     if not (run / "rows.jsonl").is_file():
         raise MkError(f"{run} is no run folder with rows", hint="make promote run=<the name of a folder in runs/>")
@@ -126,12 +126,13 @@ def raw_lines(run: Path, rows: Iterable[Row]) -> list[str]:
 
 
 def as_published(rows: list[Row], hashes: Mapping[str, str], root: Path) -> list[Row]:
-    """The rows with the commit of their sources, where they were made without git, and the hash of the configuration
-    that is kept; digests follow."""
+    """The rows with the commit of their sources, where they name none, and the hash of the configuration that is kept;
+    digests follow."""
     out: list[Row] = []
     renamed: dict[str, str | None] = {}
     for row in rows:
-        commit = commit_of(row.source_hash or "", root) if row.commit == "none" else row.commit
+        found = commit_of(row.source_hash or "", root) if names_none(row.commit) else "none"
+        commit = row.commit if found == "none" else found
         config = hashes.get(row.config_hash, row.config_hash)
         to = renamed.get(row.ratio_to or "", row.ratio_to)
         new = dataclasses.replace(row, commit=commit, config_hash=config, ratio_to=to)
@@ -140,6 +141,11 @@ def as_published(rows: list[Row], hashes: Mapping[str, str], root: Path) -> list
             renamed[row.digest or ""] = new.digest
         out.append(new)
     return out
+
+
+def names_none(commit: str) -> bool:
+    """Whether a row was made without git or from edits, and so from sources that its commit may not have."""
+    return commit == "none" or commit.endswith("-dirty")
 
 
 @functools.cache
@@ -180,7 +186,7 @@ def _problems(row: Row, by_digest: dict[str | None, Row], raw: dict[str, dict], 
         yield f"failed {', '.join(failed)}"
     if row.digest != row.computed_digest():
         yield "its fields are not those that it was written with"
-    if row.commit == "none" or row.commit.endswith("-dirty"):
+    if names_none(row.commit):
         yield f"its commit is {row.commit}: made from sources that no commit has"
     elif problem := _source_problem(row.commit, row.source_hash or "", root):
         yield problem

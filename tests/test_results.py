@@ -145,7 +145,7 @@ def test_a_row_whose_checks_failed_is_neither_promoted_nor_kept(repository: Path
 def test_rows_from_other_sources_than_their_commits_are_not_promoted(repository: Path) -> None:
     for meta, message in (
         ({"source_hash": "0123456789abcdef"}, "its sources 0123456789abcdef are not those of commit"),
-        ({"dirty": True}, "-dirty: made from sources that no commit has"),
+        ({"dirty": True, "source_hash": "0" * 16}, "-dirty: made from sources that no commit has"),
         ({"commit": "0" * 40}, "this repository has no commit 0000"),
     ):
         with pytest.raises(MkError, match=message):
@@ -153,8 +153,9 @@ def test_rows_from_other_sources_than_their_commits_are_not_promoted(repository:
     assert not (repository / "results").exists()
 
 
-def test_a_run_from_a_machine_without_git_gets_the_commit_of_its_sources(repository: Path) -> None:
-    (folder,) = results.promote(made(repository, commit="none").path, repository / "results", repository)
+@pytest.mark.parametrize("meta", [{"commit": "none"}, {"commit": "0" * 40, "dirty": True}], ids=["no git", "edits"])
+def test_a_run_that_names_no_commit_gets_the_one_of_its_sources(repository: Path, meta: dict[str, object]) -> None:
+    (folder,) = results.promote(made(repository, **meta).path, repository / "results", repository)
     rows = read_rows(folder / "rows.jsonl")
     assert {row.commit for row in rows} == {commit(repository)} and problems(repository) == []
     assert [rows[1].ratio_to, rows[3].ratio_to] == [rows[0].digest, rows[2].digest]
