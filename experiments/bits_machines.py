@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from experiments.kernel_checks import poison_activations
+from experiments.kernel_checks import fill, poison_activations
 from mk.interpreter import Machine
 from mk.interpreter.step import StepInputs
-from mk.kv import KINDS, Blocks, KVCache
+from mk.kv import Blocks, KVCache
 from mk.model.packing import PackedWeights
 from mk.runtime import Runtime
 from mk.schedule.lower import Program
@@ -55,11 +55,7 @@ class KernelBits:
 
     def __init__(self, runtime: Runtime, seed: int, delays_ns: int = 0) -> None:
         self.runtime, self.delays_ns, self.step_ms = runtime, delays_ns, None
-        generator = torch.Generator(runtime.device).manual_seed(seed)
-        for kind in KINDS:
-            runtime[f"pool_{kind}"].normal_(0, PAGE_STD, generator=generator)
-        if torch.cuda.is_available():
-            runtime.stream.wait_stream(torch.cuda.current_stream())
+        fill(runtime, PAGE_STD, seed)
 
     def load(self, program: Program, epoch: int = 0) -> None:
         self.runtime.load(program, epoch)

@@ -268,7 +268,7 @@ def measure(
     for row in range(rows):
         pages.reserve(row, first)
         pages.reserve(row, first + warmup + steps - 1)
-    fill(runtime, KV_STD)
+    fill(runtime, KV_STD, seed)
     with torch.cuda.stream(runtime.stream):
         for kind in KINDS:
             runtime[f"pool_{kind}"][pages.free_pages[kind]] = float("nan")

@@ -250,11 +250,12 @@ def run_checks(runtime: Runtime, batch: Program, alone: Program, oracle: Oracle,
     return Outcome(rows, checks, error, noise)
 
 
-def fill(runtime: Runtime, std: float) -> None:
-    """Normal noise in every page: the packing of a page permutes its elements, which noise does not mind."""
+def fill(runtime: Runtime, std: float, seed: int = 0) -> None:
+    """A seed's normal noise in every page: the packing of a page permutes its elements, which noise does not mind."""
+    generator = torch.Generator(runtime.device).manual_seed(seed)
     with torch.cuda.stream(runtime.stream):
         for kind in KINDS:
-            runtime[f"pool_{kind}"].normal_(0, std)
+            runtime[f"pool_{kind}"].normal_(0, std, generator=generator)
 
 
 def poison(runtime: Runtime) -> None:

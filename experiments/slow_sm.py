@@ -112,7 +112,6 @@ def _run(cfg: Config, runtime: Runtime, program: Program, schedule: str, slow_ns
     settings = cfg.experiment
     steps = settings.warmup + settings.steps
     forced = forced_ids(cfg.routing, runtime.geometry, settings.batch, steps)
-    torch.manual_seed(SEED)  # of the noise in the pages
     runtime["tiles_taken"].zero_()
     runtime.stream.wait_stream(torch.cuda.current_stream())
     runtime.inject_delays(slow_sm=settings.sm, slow_ns=slow_ns)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
 from mk.build import build
-from mk.compose import load_config
 from mk.graph import LAYER_WAVES
 from mk.isa import ISA, NONE, Word
 from mk.kv import KINDS, PAGE, PageAllocator, blocks_of
@@ -229,55 +228,3 @@ def test_a_logit_that_is_not_finite_is_a_status(nano: Runtime) -> None:
 
 
 # ---- the price
-
-
-KINDS_OF_SAMPLING = {
-    "temperature": SamplingParams(1.0, seed=1),
-    "top_k": SamplingParams(1.0, top_k=50, seed=1),
-    "top_p": SamplingParams(1.0, top_p=0.95, seed=1),
-    "both": SamplingParams(1.0, top_k=50, top_p=0.95, seed=1),
-}
-BUDGET_US = {1: 17.0, 2: 26.0, 4: 43.0, 8: 70.0}  # 1 % of a step of the full model
-LAUNCHES = 200
-
-
-def microseconds(runtime: Runtime, loaded: Program, sampling: Sequence[SamplingParams], logits: np.ndarray) -> float:
-    """Of one launch in a queue of many that the device finds waiting for it."""
-    rows = len(sampling)
-    runtime.load(loaded)
-    tables(runtime, rows)
-    runtime.set_sequences([30] * rows, [0] * rows, sampling=sampling if loaded.shape.draws else None)
-    put(runtime, logits)
-    for _ in range(20):
-        runtime.launch()
-    runtime.finish()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.stream(runtime.stream):
-        torch.cuda._sleep(100_000_000)  # cycles: long enough for the host to queue all launches
-        begin.record()
-        for _ in range(LAUNCHES):
-            runtime.launch()
-        end.record()
-    runtime.finish()
-    return begin.elapsed_time(end) * 1e3 / LAUNCHES
-
-
-def test_sampling_costs_at_most_a_hundredth_of_a_step(full_vocabulary: Runtime, figure: Callable[[str], None]) -> None:
-    """Microseconds that the waves of a drawing program take beyond the one of a greedy program, at full vocabulary."""
-    rt = full_vocabulary
-    if load_config(["gpu=h200"]).gpu.sms != rt.facts.sms:
-        pytest.skip("the budget is that of an H200")
-    figure("us beyond greedy      " + "".join(f"{name:>13s}" for name in ("greedy rows", *KINDS_OF_SAMPLING)))
-    over = []
-    for rows, budget in BUDGET_US.items():
-        for spread in (0.9, 3.0):
-            logits = np.random.default_rng(rows).standard_normal((rows, rt.geometry.vocab)).astype(np.float32)
-            logits *= np.float32(spread)
-            base = microseconds(rt, sampling_only(program(rt, rows, draws=False)), [GREEDY] * rows, logits)
-            drawing = sampling_only(program(rt, rows))
-            cells = []
-            for params in (GREEDY, *KINDS_OF_SAMPLING.values()):
-                cells.append(microseconds(rt, drawing, [params] * rows, logits) - base)
-            figure(f"batch {rows}, logits x {spread} " + "".join(f"{us:13.1f}" for us in cells))
-            over += [f"batch {rows} x {spread}: {us:.1f} us" for us in cells if us > budget]
-    assert not over, over
