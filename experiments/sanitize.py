@@ -1,15 +1,15 @@
 """Run compute-sanitizer's memcheck and racecheck over steps of nano, and racecheck over a build with a planted race.
 
 memcheck must find nothing, racecheck must find the planted race: a word of shared memory that two warps write at
-once. What racecheck says of the kernel itself is printed source line by source line, and fails the run unless its
-reason is in `EXPLAINED`. It watches shared memory alone: what SMs tell each other through global memory is the
+once. What racecheck says of the kernel itself is printed source line by source line, and fails the run unless the
+reason stands in `EXPLAINED`. It watches shared memory alone: what SMs tell each other through global memory is the
 verifier's to check.
 
-What makes such findings hard to read here is how the roles of a block meet. They never share a block-wide barrier
-after the first: a word passes from one warp to another through an mbarrier (`Barrier`, ptx.cuh), whose arrive releases
-and whose wait acquires, or through bar.sync among the eight consumers (`consumers_meet`). Bulk copies into the ring
-are ordered by the mbarrier that they complete and by `fence_async_shared` before the next copy into the same slot. A
-checker that does not follow one of these reports the first access behind it as a hazard, though the order is there.
+The roles of a block never share a block-wide barrier after the first: a word passes from one warp to another through
+an mbarrier (`Barrier`, ptx.cuh), whose arrive releases and whose wait acquires, and a bulk copy through the mbarrier
+that it completes. racecheck does not follow an arrive of one lane, behind `__syncwarp`, for what the others of its warp
+did, so it reports all that passes between roles that way. Of those objects it can say nothing; `kernel_bits`, which
+holds claims, waits and signals up at random, can. What else lies in shared memory it does watch.
 """
 
 from __future__ import annotations
@@ -33,18 +33,30 @@ from mk.runs import ROOT, RunFolder
 
 PLANTED = "MK_PLANTED_RACE"
 PLANTED_FILE = "delay.cuh"
-EXPLAINED: dict[str, str] = {}
-"""Source file of a hazard's two accesses, as `a.cuh+b.cuh` in alphabetical order -> why it is none. Empty: none is."""
+_ROUTE = "read behind {0} and, two layers on, written by the storer, which has then stored all that was read with it"
+EXPLAINED = {
+    "bulk_copy": "a slot's copy is issued when all its readers gave the slot back (ring_empty), and read when it has "
+    "landed (ring_full)",
+    "Attention::scores": "the newest key goes into its slot by the one warp that reads that strip, between ring_full "
+    "and ring_empty",
+    "Streams::put": "a tile is written behind tile_empty and read behind tile_full",
+    "Controller::put": "an entry of the task ring is written behind entry_empty and read behind entry_full",
+    "TopK::list": _ROUTE.format("route_ready"),
+    "TopK::announce": _ROUTE.format("route_ready"),
+    "TopK::run": _ROUTE.format("route_weighed"),
+    "Guard::at": "where a role is, for a stall's report: of the eight consumer warps, any will do",
+}
+"""Function that writes -> why what it writes is read by others in order, or need not be."""
 
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed)")
 _FINDING = re.compile(r"=+\s+(?:Error|Warning|Info)\b")
-_ACCESS = re.compile(r"(Write|Read|Atomic) access .*?in (?:.*/)?([\w.]+):(\d+)")
+_ACCESS = re.compile(r"(Write|Read|Atomic) access at ([\w:]+).*? in (?:.*/)?([\w.]+):(\d+)")
 _TIMES = re.compile(r"\[(\d+) hazards?\]")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a tool said. count: its own total. hazards: source places, `file:line (Write) + file:line (Read)` -> how
+    """What a tool said. count: its own total. hazards: `function file:line (Write) + function file:line (Read)` -> how
     often. complete: the steps ran to their end."""
 
     tool: str
@@ -116,8 +128,8 @@ def parse(tool: str, output: str) -> Finding:
         if _FINDING.match(line):
             first = None
         if match := _ACCESS.search(line):
-            kind, file, number = match.groups()
-            access = f"{file}:{number} ({kind})"
+            kind, function, file, number = match.groups()
+            access = f"{function} {file}:{number} ({kind})"
             if first is None:
                 first = access
             else:
@@ -127,13 +139,15 @@ def parse(tool: str, output: str) -> Finding:
     return Finding(tool, count, dict(hazards), "decoded" in output)
 
 
-def files_of(hazard: str) -> str:
-    """The key of `EXPLAINED` for a hazard: the files of its accesses."""
-    return "+".join(sorted(set(re.findall(r"([\w.]+):\d+", hazard))))
+def reason(hazard: str) -> str | None:
+    """Why a hazard is none: the reasons of all its writes. None where one of them has no reason."""
+    writers = sorted(set(re.findall(r"([\w:]+) [\w.]+:\d+ \((?:Write|Atomic)\)", hazard)))
+    reasons = [EXPLAINED.get(writer) for writer in writers]
+    return "; ".join(filter(None, reasons)) if writers and all(reasons) else None
 
 
 def verdicts(memory: Finding, races: Finding, planted: Finding) -> dict[str, bool]:
-    unexplained = [hazard for hazard in races.hazards if files_of(hazard) not in EXPLAINED]
+    unexplained = [hazard for hazard in races.hazards if reason(hazard) is None]
     return {
         "memcheck_clean": memory.complete and memory.count == 0,
         "races_explained": races.complete and not unexplained and (races.count == 0 or bool(races.hazards)),
@@ -148,6 +162,6 @@ def report(name: str, found: Finding) -> list[str]:
     ended = "" if found.complete else "; the steps did NOT run to their end"
     lines = [f"{name}: {found.count} findings at {len(found.hazards)} pairs of source lines{ended}"]
     for hazard, times in sorted(found.hazards.items(), key=lambda item: -item[1]):
-        why = EXPLAINED.get(files_of(hazard), "planted" if PLANTED_FILE in hazard else "NOT explained")
+        why = reason(hazard) or ("planted" if PLANTED_FILE in hazard else "NOT explained")
         lines.append(f"  {times:>6} x {hazard}: {why}")
     return lines

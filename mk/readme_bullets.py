@@ -72,9 +72,18 @@ def _zero_wait(kept: Sequence[Kept]) -> Phrases:
     yield f"{', '.join(first)} and {last} ms"
 
 
+def _quickstart(kept: Sequence[Kept]) -> Phrases:
+    rows = list(_by([of for of in _rows(kept, "quickstart") if of.row.engine == "cuda"], "batch").values())
+    firsts = [place for row in rows for place in row.differs_at or []]
+    apart = [row for row in rows if any(place is not None for place in row.differs_at or [])]
+    yield f"{firsts.count(None)} of {len(firsts)} rows"
+    yield f"from token {' and '.join(str(place) for place in firsts if place is not None)} on"
+    yield f"{' and '.join(f'{row.widest_margin or 0.0:.4f}' for row in apart)} apart"
+    yield f"by {' and '.join(f'{row.margin_noise or 0.0:.2f}' for row in apart)}"
+
+
 def _context_sweep(kept: Sequence[Kept]) -> Phrases:
-    mine = [of for of in kept if of.row.experiment == "context_sweep" or of.run == "context_sweep"]
-    by_keys = {of.row.context[0]: of.row for of in newest(mine, lambda row: row.context[0]) if of.row.batch == 1}
+    by_keys = {row.context[0]: row for row in _by(_rows(kept, "context_sweep"), "batch", "arm").values() if row.batch == 1}
     for number, keys in enumerate(sorted(by_keys)):
         yield f"{_ms(by_keys[keys]):.2f}{'' if number else ' ms a step'} at {round(keys / 1024)}K"
     shares = [row.pct_nominal or 0.0 for row in by_keys.values()]
@@ -216,6 +225,7 @@ def _parity(kept: Sequence[Kept]) -> Phrases:
 
 PHRASES: dict[str, Callable[[Sequence[Kept]], Phrases]] = {
     "decode_throughput": _zero_wait,
+    "quickstart": _quickstart,
     "context_sweep": _context_sweep,
     "plan_ablation": _plan_ablation,
     "kernel_ablation": _kernel_ablation,

@@ -1,16 +1,18 @@
-"""What compute-sanitizer prints is read right, and no verdict passes on silence. The reports are made up after its
-manual's."""
+"""What compute-sanitizer prints is read right, and no verdict passes on silence. The reports are cut from ones that it
+printed."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from experiments import sanitize, sanitized_step
-from experiments.sanitize import EXPLAINED, Finding, files_of, find_sanitizer, parse, report, verdicts
+from experiments.sanitize import EXPLAINED, Finding, find_sanitizer, parse, reason, report, verdicts
+from mk.build import CSRC
 from mk.compose import load_config
 from mk.errors import MkError
 from mk.rows import read_rows
@@ -29,12 +31,12 @@ INVALID = """========= COMPUTE-SANITIZER
 ========= ERROR SUMMARY: 1 error
 """
 RACES = f"""========= COMPUTE-SANITIZER
-========= Error: Race reported between Write access at decode_step(StepParams)+0x200 in /src/mk/csrc/delay.cuh:38
-=========     and Write access at decode_step(StepParams)+0x200 in /src/mk/csrc/delay.cuh:38 [24 hazards]
+========= Error: Race reported between Write access at planted_race(Shared &)+0xd00 in delay.cuh:39
+=========     and Write access at planted_race(Shared &)+0xd00 in /src/mk/csrc/delay.cuh:39 [24 hazards]
 =========
-========= Warning: Race reported between Write access at decode_step(StepParams)+0x90 in /src/mk/csrc/storer.cuh:70
-=========     and Read access at decode_step(StepParams)+0xa0 in /src/mk/csrc/gemm.cuh:12 [508 hazards]
-=========     and Read access at decode_step(StepParams)+0xb0 in /src/mk/csrc/ops/topk.cuh:40 [4 hazards]
+========= Warning: Race reported between Write access at Streams::keep(const float (&)[4])+0x90 in gemm.cuh:42
+=========     and Read access at Storer::take(float (&)[4])+0xa0 in storer.cuh:81 [508 hazards]
+=========     and Write access at down_owned(int)::[lambda(int)]::operator ()(int)+0xb0 in experts.cuh:40 [4 hazards]
 =========
 {STEPS}========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)
 """
@@ -46,13 +48,28 @@ def test_reports_are_read() -> None:
     races = parse("racecheck", RACES)
     assert races.count == 2 and races.complete
     assert races.hazards == {
-        "delay.cuh:38 (Write) + delay.cuh:38 (Write)": 24,
-        "gemm.cuh:12 (Read) + storer.cuh:70 (Write)": 508,
-        "storer.cuh:70 (Write) + topk.cuh:40 (Read)": 4,
+        "planted_race delay.cuh:39 (Write) + planted_race delay.cuh:39 (Write)": 24,
+        "Storer::take storer.cuh:81 (Read) + Streams::keep gemm.cuh:42 (Write)": 508,
+        "Streams::keep gemm.cuh:42 (Write) + down_owned experts.cuh:40 (Write)": 4,
     }
-    assert [files_of(hazard) for hazard in races.hazards][:2] == ["delay.cuh", "gemm.cuh+storer.cuh"]
     lines = report("racecheck", races)
-    assert lines[1].startswith("     508 x gemm") and "NOT explained" in lines[1] and "planted" in lines[2]
+    assert lines[1].startswith("     508 x Storer::take") and "NOT explained" in lines[1] and "planted" in lines[2]
+
+
+def test_a_hazard_is_explained_by_the_reasons_of_all_its_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitize, "EXPLAINED", {"Streams::keep": "an mbarrier", "Guard::at": "a note"})
+    keep = "Streams::keep gemm.cuh:42 (Write)"
+    assert reason(f"Storer::take storer.cuh:81 (Read) + {keep}") == "an mbarrier"
+    assert reason(f"Guard::at wait.cuh:57 (Write) + {keep}") == "a note; an mbarrier"
+    assert reason(f"down_owned experts.cuh:40 (Write) + {keep}") is None
+    assert reason(f"down_owned experts.cuh:40 (Atomic) + {keep}") is None
+    assert reason("Streams::keep gemm.cuh:42 (Read) + Guard::at wait.cuh:57 (Read)") is None
+
+
+def test_what_is_explained_is_a_function_of_the_kernel() -> None:
+    sources = "\n".join(path.read_text() for path in CSRC.rglob("*.cuh"))
+    for function in EXPLAINED:
+        assert re.search(rf"DEVICE [\w ]*\b{function.split('::')[-1]}\(", sources), function
 
 
 def test_a_tool_that_watched_nothing_is_an_error() -> None:
@@ -68,9 +85,9 @@ def test_verdicts_need_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not verdicts(Finding("memcheck", 0, {}, False), none, found)["memcheck_clean"]
     assert not verdicts(clean, none, none)["planted_race_found"]
     assert not verdicts(clean, Finding("racecheck", 3, {}, True), found)["races_explained"]  # unread findings
-    other = Finding("racecheck", 1, {"gemm.cuh:12 (Read) + storer.cuh:70 (Write)": 1}, True)
+    other = Finding("racecheck", 1, {"Storer::take storer.cuh:81 (Read) + Streams::keep gemm.cuh:42 (Write)": 1}, True)
     assert not verdicts(clean, other, found)["races_explained"]
-    monkeypatch.setitem(EXPLAINED, "gemm.cuh+storer.cuh", "an mbarrier orders them")
+    monkeypatch.setitem(EXPLAINED, "Streams::keep", "an mbarrier orders them")
     assert verdicts(clean, other, found)["races_explained"]
 
 

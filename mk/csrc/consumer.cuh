@@ -53,9 +53,10 @@ class Consumer {
   DEVICE void done() {
     mark(T_DONE);
     if (threadIdx.x == 0) {
-      trace_spent(s.marks, entries.index(), T_RING_EMPTY, SPENT_RING_EMPTY);
-      trace_spent(s.marks, entries.index(), T_TILE_FULL, SPENT_TILE_FULL);
+      trace_spent(s.marks, entries.index(), T_RING_EMPTY, st.ring_empty);
+      trace_spent(s.marks, entries.index(), T_TILE_FULL, st.tile_full);
     }
+    st.ring_empty = st.tile_full = {};
     entries.release();
   }
   DEVICE bool work(const int* d) {

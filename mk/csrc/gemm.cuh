@@ -24,7 +24,7 @@ class Streams {
   DEVICE Streams(Shared& shared, Guard guard) : s(shared), g(guard), warp(threadIdx.x / 32) {}
 
   DEVICE bool await_slot() {
-    return g.wait(&s.ring_full[ring.index], ring.lap, SPENT_RING_EMPTY);
+    return g.wait(&s.ring_full[ring.index], ring.lap, ring_empty);
   }
   DEVICE uint8_t* slot() const { return s.ring[ring.index]; }
   // Done with the current slot on behalf of `warps` consumers.
@@ -51,7 +51,7 @@ class Streams {
   }
   DEVICE int tile_index() const { return tile.index; }
   DEVICE bool await_tile() {
-    return g.wait(&s.tile_empty[tile.index], tile.lap ^ 1, SPENT_TILE_FULL);
+    return g.wait(&s.tile_empty[tile.index], tile.lap ^ 1, tile_full);
   }
 
  private:
@@ -66,6 +66,7 @@ class Streams {
   Cursor<TILES_RING> tile;
 
  public:
+  Tally ring_empty, tile_full;  // waits for a slot to land, and for the storer to take a tile
   const int warp;
 };
 

@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
     }
     for (int i = 0; i < TILES_RING; ++i) barrier_init(&s.tile_full[i], CONSUMERS), barrier_init(&s.tile_empty[i], 1);
     fence_barrier_init();
+    start_trace(p);
   }
-  start_trace(p, s.marks);
   __syncthreads();
   planted_race(s);
   // Registers move from the third warpgroup to the two that keep activations in them.

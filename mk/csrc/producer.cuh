@@ -45,9 +45,10 @@ class Producer {
       if (!(d[W_OPCODE] == OP_ATTENTION ? stream_pages(d, first) : stream_weights(d))) return false;
       if (lane == 0) {
         trace_mark(s.marks, at.index, T_STREAMED);
-        trace_spent(s.marks, at.index, T_RING_FULL, SPENT_RING_FULL);
-        trace_spent(s.marks, at.index, T_WINDOW, SPENT_WINDOW);
+        trace_spent(s.marks, at.index, T_RING_FULL, ring_full_);
+        trace_spent(s.marks, at.index, T_WINDOW, window_);
       }
+      ring_full_ = window_ = {};
       __syncwarp(MASK);
       if (lane == 0) barrier_arrive(&s.entry_empty[at.index]);
       at = following;
@@ -154,11 +155,11 @@ class Producer {
   DEVICE bool copy(const uint8_t* src, int slots) {
     bool ok = true;
     if (lane < slots) {
-      ok = g.wait(&s.ring_empty[at_.index], at_.lap ^ 1, SPENT_RING_FULL);
+      ok = g.wait(&s.ring_empty[at_.index], at_.lap ^ 1, ring_full_);
       if (ok) {
         fence_async_shared();
         barrier_expect(&s.ring_full[at_.index], SLOT_BYTES);
-        ok = g.wait(&s.ring_full[landed_.index], landed_.lap, SPENT_WINDOW);  // last: nothing but the copy follows
+        ok = g.wait(&s.ring_full[landed_.index], landed_.lap, window_);  // last: nothing but the copy follows
       }
       if (ok)
 #pragma unroll
@@ -178,4 +179,5 @@ class Producer {
   Cursor<RING_SLOTS> at_, landed_;
   bool ahead_ = false;  // `looked_up_` belongs to the entry that comes next
   int looked_up_ = NONE;
+  Tally ring_full_, window_;  // waits for a free slot, and for a copy to land
 };

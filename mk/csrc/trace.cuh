@@ -31,37 +31,28 @@ enum TraceWord : int {
   TRACE_WORDS,
 };
 
-enum Spent : int { SPENT_RING_FULL, SPENT_WINDOW, SPENT_RING_EMPTY, SPENT_TILE_FULL, SPENT_KINDS };
-
 #ifdef MK_TRACE
 struct Marks {
   uint32_t words[ENTRIES][TRACE_WORDS];
-  uint32_t spent[SPENT_KINDS];
+};
+// Cycles that a thread waited since its last entry; in a register, because shared memory would cost the waits more.
+struct Tally {
+  uint32_t cycles = 0;
 };
 
 DEVICE uint32_t trace_clock() { return static_cast<uint32_t>(sm_cycles()); }
-// Adds a wait, without waiting for the sum. One thread of a role counts: consumer warp 0's and the producer's first.
-DEVICE void trace_wait(Marks& m, Spent kind, uint32_t since) {
-  constexpr int PRODUCER_THREAD = 9 * 32;
-  if (kind != SPENT_KINDS && (threadIdx.x == 0 || threadIdx.x == PRODUCER_THREAD))
-    atomicAdd(&m.spent[kind], trace_clock() - since);
-}
+DEVICE void trace_wait(Tally& t, uint32_t since) { t.cycles += trace_clock() - since; }
 // One lane of a role calls these; `entry`: its place in the task ring.
 DEVICE void trace_mark(Marks& m, int entry, TraceWord word) { m.words[entry][word] = trace_clock(); }
-DEVICE void trace_spent(Marks& m, int entry, TraceWord word, Spent kind) {
-  m.words[entry][word] = m.spent[kind];
-  m.spent[kind] = 0;
-}
+DEVICE void trace_spent(Marks& m, int entry, TraceWord word, const Tally& t) { m.words[entry][word] = t.cycles; }
 
 // A lane's word of a record of this block.
 DEVICE void trace_word(const StepParams& p, int record, int word, uint32_t value) {
   if (word < TRACE_WORDS && record > 0 && record < p.trace_records)
     p.trace[(static_cast<size_t>(blockIdx.x) * p.trace_records + record) * TRACE_WORDS + word] = value;
 }
-// Record 0, and no time spent; before the block's first barrier.
-DEVICE void start_trace(const StepParams& p, Marks& m) {
-  if (threadIdx.x != 0) return;
-  for (int kind = 0; kind < SPENT_KINDS; ++kind) m.spent[kind] = 0;
+// Record 0, by one thread.
+DEVICE void start_trace(const StepParams& p) {
   uint32_t* begin = p.trace + static_cast<size_t>(blockIdx.x) * p.trace_records * TRACE_WORDS;
   const uint64_t now = nanoseconds();
   begin[T_OPCODE] = sm_number();
@@ -100,11 +91,12 @@ DEVICE void trace_aside(const StepParams& p, int count, const int* d, uint32_t b
 }
 #else
 struct Marks {};
+struct Tally {};
 DEVICE uint32_t trace_clock() { return 0; }
-DEVICE void trace_wait(Marks&, Spent, uint32_t) {}
+DEVICE void trace_wait(Tally&, uint32_t) {}
 DEVICE void trace_mark(Marks&, int, TraceWord) {}
-DEVICE void trace_spent(Marks&, int, TraceWord, Spent) {}
-DEVICE void start_trace(const StepParams&, Marks&) {}
+DEVICE void trace_spent(Marks&, int, TraceWord, const Tally&) {}
+DEVICE void start_trace(const StepParams&) {}
 DEVICE void trace_turn(const StepParams&, Marks&, int, int, int) {}
 DEVICE void trace_published(Marks&, int, int, int) {}
 DEVICE void trace_end(Marks&, int) {}

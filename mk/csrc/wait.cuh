@@ -15,18 +15,23 @@ class Guard {
   DEVICE Guard(const StepParams& params, Shared& shared, int role) : p(params), s(shared), role_(role) {}
 
   // Waits for a phase of an mbarrier; false when the step was given up.
-  DEVICE bool wait(Barrier* b, uint32_t parity, Spent kind = SPENT_KINDS) const {
-#ifdef MK_TRACE  // reading the clock twice where nobody waits would slow it
-    if (kind != SPENT_KINDS && barrier_test(b, parity)) return true;
-#endif
-    const uint32_t since = kind == SPENT_KINDS ? 0 : trace_clock();
+  DEVICE bool wait(Barrier* b, uint32_t parity) const {
     // a look at shared memory at every try would slow the whole SM: nine warps wait here most of the time
     uint32_t tries = 0;
 #pragma unroll 1
     while (!barrier_try(b, parity))
       if ((++tries & 63) == 0 && given_up()) return false;
-    trace_wait(s.marks, kind, since);
     return true;
+  }
+  // The same; a trace build adds how long it took.
+  DEVICE bool wait(Barrier* b, uint32_t parity, Tally& waited) const {
+#ifdef MK_TRACE
+    if (barrier_test(b, parity)) return true;  // reading the clock twice where nobody waits would slow it
+#endif
+    const uint32_t since = trace_clock();
+    const bool ok = wait(b, parity);
+    trace_wait(waited, since);
+    return ok;
   }
   DEVICE bool given_up() const { return *reinterpret_cast<volatile int*>(&s.given_up); }
   // The controller's: whether this SM must give up, because somebody did or the time limit has passed.
