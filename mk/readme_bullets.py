@@ -83,7 +83,8 @@ def _quickstart(kept: Sequence[Kept]) -> Phrases:
 
 
 def _context_sweep(kept: Sequence[Kept]) -> Phrases:
-    by_keys = {row.context[0]: row for row in _by(_rows(kept, "context_sweep"), "batch", "arm").values() if row.batch == 1}
+    rows = _by(_rows(kept, "context_sweep"), "batch", "arm").values()
+    by_keys = {row.context[0]: row for row in rows if row.batch == 1}
     for number, keys in enumerate(sorted(by_keys)):
         yield f"{_ms(by_keys[keys]):.2f}{'' if number else ' ms a step'} at {round(keys / 1024)}K"
     shares = [row.pct_nominal or 0.0 for row in by_keys.values()]
