@@ -73,8 +73,10 @@ def _zero_wait(kept: Sequence[Kept]) -> Phrases:
 
 
 def _context_sweep(kept: Sequence[Kept]) -> Phrases:
-    mine = [of for of in kept if of.row.experiment == "context_sweep" or of.run == "context_sweep"]
-    by_keys = {of.row.context[0]: of.row for of in newest(mine, lambda row: row.context[0]) if of.row.batch == 1}
+    """Of the kernel at batch 1."""
+    mine = [of for of in kept if of.row.clock is None and "context_sweep" in (of.row.experiment, of.run)]
+    alone = [of for of in mine if of.row.engine == "cuda" and of.row.batch == 1]
+    by_keys = {of.row.context[0]: of.row for of in newest(alone, lambda row: row.context[0])}
     for number, keys in enumerate(sorted(by_keys)):
         yield f"{_ms(by_keys[keys]):.2f}{'' if number else ' ms a step'} at {round(keys / 1024)}K"
     shares = [row.pct_nominal or 0.0 for row in by_keys.values()]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from experiments import accuracy_vllm, decode_throughput, vllm_decode, vllm_serve
+from experiments import accuracy_vllm, decode_throughput, vllm_decode, vllm_rows, vllm_serve
 from experiments.baselines import vllm_process as vllm
 from experiments.baselines.vllm_extension import distinct_by_layer, register_uniform, uniform_distinct
 from experiments.server_process import vllm_server
@@ -39,14 +40,12 @@ def config(*more: str) -> Config:
     return load_config(["experiment=vllm_decode", *nano, *SMALL, *more])
 
 
-def spec(routing: str = "uniform", batches: tuple[int, ...] = (1, 2)) -> vllm.Spec:
-    return vllm.Spec(NANO_GEOMETRY, routing, list(batches), [64], 24, 4, seed=0, qk_scale=1.0, kv_std=0.01)
-
-
-def measured(tmp_path: Path, *more: str) -> vllm.Measured:
+def measured(tmp_path: Path, *more: str, cases: Sequence[tuple[int, int]] = ((64, 1), (64, 2))) -> vllm.Measured:
+    """cases: (context, batch) each."""
     options = config(*more).baseline.vllm
     assert options is not None
-    return vllm.measure(options, spec(), tmp_path / "vllm", "triton")
+    spec = vllm.Spec(NANO_GEOMETRY, "uniform", list(cases), 24, 4, seed=0, qk_scale=1.0, kv_std=0.01)
+    return vllm.measure(options, spec, tmp_path / "vllm", "triton")
 
 
 def test_the_script_times_every_batch_and_counts_its_experts(tmp_path: Path) -> None:
@@ -164,7 +163,7 @@ def test_only_without_a_configured_one_vllm_is_missing() -> None:
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
-        ("stalls", "batch 2, context 64: ValueError: a sequence of 2 sat out some of 16 steps"),
+        ("stalls", "batch 2, context 64: ValueError: a sequence of 2 sat out a step after 7 of all"),
         ("stops", "batch 2, context 64: ValueError: 11 timed steps of all 2 sequences, not 24"),
     ],
 )
@@ -180,9 +179,39 @@ def test_steps_that_are_not_those_asked_for_are_a_failure(
 def test_an_engine_that_begins_with_the_first_sequence_loses_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor where prompts are so long that the first one is far ahead before the last is there."""
     monkeypatch.setenv("FAKE_VLLM", "begins")
-    found = measured(tmp_path)
-    assert not found.errors and [len(case.step_ms) for case in found.cases] == [72, 72]
+    found = measured(tmp_path, "baseline=vllm_synthetic", cases=[(64, 1), (64, 2), (17_000, 2)])
+    assert not found.errors and [len(case.step_ms) for case in found.cases] == [72, 72, 72]
+
+
+@pytest.mark.parametrize("kv", ["vllm", "vllm_synthetic"])
+def test_one_started_engine_measures_every_context_and_batch(kv: str, tmp_path: Path) -> None:
+    cases = [(40, 1), (40, 3), (90, 2)]
+    found = measured(tmp_path, f"baseline={kv}", cases=cases)
+    assert not found.errors and not found.absent
+    assert [(case.context, case.batch) for case in found.cases] == cases
+    assert all(len(case.step_ms) == 72 and case.experts_by_layer for case in found.cases)
+    lines = (tmp_path / "vllm" / "results.jsonl").read_text().splitlines()
+    assert sum(json.loads(line)["case"] == "started" for line in lines) == 1
+
+
+def test_a_case_that_the_engine_has_no_room_for_is_absent_and_the_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "small")  # room for 200 keys: two sequences of 86, neither three nor two of 126
+    found = measured(tmp_path, cases=[(64, 2), (64, 3), (104, 1), (104, 2), (64, 1)])
+    assert not found.errors and [(case.context, case.batch) for case in found.cases] == [(64, 2), (104, 1), (64, 1)]
+    (three, long) = found.absent
+    assert three.startswith("batch 3, context 64: never all 3 sequences at a time")
+    assert long.startswith("batch 2, context 104: never all 2")
+    assert all(case.experts_by_layer for case in found.cases)
+
+
+def test_where_there_is_room_for_no_case_that_is_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "small")
+    with pytest.raises(MkError, match="measured nothing: batch 3, context 64: never all 3 sequences at a time"):
+        measured(tmp_path, cases=[(64, 3)])
 
 
 def test_uniform_ids_are_distinct_in_a_row_and_fresh() -> None:
@@ -304,9 +333,9 @@ def test_a_vllm_that_fails_fails_the_run_but_not_the_kernels_rows(
 
 def test_a_row_that_two_ways_of_timing_disagree_on_is_unstable() -> None:
     steady = [1.0] * 9 + [1.01]
-    assert vllm_decode.unstable(steady, 1.02) is None
-    assert vllm_decode.unstable(steady, 0.5) == "TPOT by difference is -50% off p50"
-    assert vllm_decode.unstable([1.0] * 8 + [1.5] * 2, 1.02) == "p90 is 1.50 x p10"
+    assert vllm_rows.unstable(steady, 1.02) is None
+    assert vllm_rows.unstable(steady, 0.5) == "TPOT by difference is -50% off p50"
+    assert vllm_rows.unstable([1.0] * 8 + [1.5] * 2, 1.02) == "p90 is 1.50 x p10"
 
 
 def test_its_server_is_started_with_what_ours_would_have(tmp_path: Path) -> None:

@@ -47,8 +47,7 @@ class Spec:
 
     geometry: Geometry
     routing: str
-    batches: list[int]
-    contexts: list[int]
+    cases: list[tuple[int, int]]  # (context, batch) each, in this order
     steps: int
     warmup: int
     seed: int
@@ -69,7 +68,8 @@ class Case:
 
 @dataclass
 class Measured:
-    """resolved: fields of `Row` that say what the engine settled on. lines: of its log, those that say so."""
+    """resolved: fields of `Row` that say what the engine settled on. lines: of its log, those that say so. absent: of
+    each case that it had no room for, why."""
 
     version: str
     same_weights: bool
@@ -77,6 +77,7 @@ class Measured:
     cases: list[Case]
     lines: list[str]
     errors: list[str]
+    absent: list[str] = field(default_factory=list)
     card: dict[str, str | None] = field(default_factory=dict)  # clocks, power and temperature before and after
 
 
@@ -174,7 +175,8 @@ def measure(config: VllmConfig, spec: Spec, folder: Path, moe_backend: str) -> M
         measured.errors.append(ended)
     if not measured.cases:
         end = " | ".join(line.strip() for line in lines[-5:])
-        raise MkError(f"vLLM {version} measured nothing: {'; '.join(measured.errors)} {end}"[:1000])
+        why = "; ".join([*measured.errors, *measured.absent])
+        raise MkError(f"vLLM {version} measured nothing: {why} {end}"[:1000])
     return measured
 
 
@@ -240,8 +242,9 @@ def read(results: list[dict[str, Any]], log: list[str], version: str) -> Measure
             cases[key] = Case(*key, one["step_ms"], one["tpot_ms"])
         elif case == "experts" and key in cases:
             cases[key].experts_by_layer = one["by_layer"]
-        elif case == "failed":
-            measured.errors.append(f"batch {key[0]}, context {key[1]}: {one['error']}")
+        elif case in ("failed", "absent"):
+            said = measured.errors if case == "failed" else measured.absent
+            said.append(f"batch {key[0]}, context {key[1]}: {one['error']}")
     measured.cases = list(cases.values())
     return measured
 
