@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import accuracy_vllm, decode_throughput, vllm_decode, vllm_rows, vllm_serve
+from evals.served import fetch
+from experiments import accuracy_vllm, decode_throughput, server_process, vllm_decode, vllm_rows, vllm_serve
 from experiments.baselines import vllm_process as vllm
 from experiments.baselines.vllm_extension import distinct_by_layer, register_uniform, uniform_distinct
 from experiments.server_process import vllm_server
@@ -106,8 +108,21 @@ def test_an_engine_that_does_not_start_is_an_error_with_the_end_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM", "dies")
-    with pytest.raises(MkError, match=r"vLLM 0\.0\.1 measured nothing: exit status 1 .*no kernel image is available"):
+    log = re.escape(str(tmp_path / "vllm" / "log.txt"))
+    said = rf"vLLM 0\.0\.1 measured nothing: exit status 1, its log {log} ends: .*no kernel image is available"
+    with pytest.raises(MkError, match=said):
         measured(tmp_path)
+
+
+def test_one_that_dies_on_the_way_keeps_what_it_measured_and_names_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "falls")
+    found = measured(tmp_path)
+    assert [case.batch for case in found.cases] == [1]
+    (error,) = found.errors
+    assert error.startswith(f"exit status 3, its log {tmp_path / 'vllm' / 'log.txt'} ends: ")
+    assert error.endswith("CUDA error: an illegal memory access")
 
 
 def test_one_that_hangs_is_ended(tmp_path: Path) -> None:
@@ -382,6 +397,20 @@ def test_both_servers_are_asked_the_same(committed: Path, tmp_path: Path, capsys
 def test_a_server_that_does_not_start_is_told_by_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_VLLM", "dies")
     job = load_config(["experiment=vllm_serve", f"baseline.vllm.site={SITE}"])
-    with pytest.raises(MkError, match="ended with status 1: .* no card"):  # noqa: SIM117
+    with pytest.raises(MkError, match=rf"ended with status 1: its log {tmp_path / 'log'} ends: .* no card"):  # noqa: SIM117
         with vllm_server(job, tmp_path / "log"):
             pass
+
+
+@pytest.mark.parametrize("falls", [True, False])
+def test_a_server_that_dies_while_it_is_asked_is_told_by_its_log_and_one_that_lives_is_not(
+    falls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "falls" if falls else "")
+    monkeypatch.setattr(server_process, "DYING_S", 10.0 if falls else 0.1)
+    job = load_config(["experiment=vllm_serve", f"baseline.vllm.site={SITE}"])
+    with pytest.raises(MkError) as caught, vllm_server(job, tmp_path / "log") as running:
+        fetch(f"{running.base_url}/completions", {"seed": 1} if falls else {}, 20)
+    died = f"vLLM's server ended with status 3 while it was asked: its log {tmp_path / 'log'} ends: "
+    assert str(caught.value).startswith(died) == falls
+    assert ("an illegal memory access" if falls else "does not answer") in str(caught.value)

@@ -3,7 +3,7 @@
 A step takes a millisecond times the batch. `FAKE_VLLM=no_count` has routers that call nobody, `other_names` a model
 that loads other tensors, `dies` an engine that does not start, `small` one whose KV holds `ROOM` keys; with more than
 one sequence `begins` has the first one some steps ahead, one more for each 8,192 tokens of a prompt, `stalls` has the
-last one sit out a step in the midst, `stops` ends it early.
+last one sit out a step in the midst, `stops` ends it early, `falls` ends the process.
 """
 
 from __future__ import annotations
@@ -138,6 +138,9 @@ class LLM:
         stopped = None
         if batch > 1:
             self.paired += 1
+            if MODE == "falls":
+                print("CUDA error: an illegal memory access", flush=True)
+                os._exit(3)
             if MODE == "begins" and self.paired <= self.ahead:
                 names = names[:1]
             if MODE == "stalls" and self.paired == 8:
