@@ -9,16 +9,21 @@ import pytest
 import torch
 
 from experiments import context_sweep, simulated_variants
+from experiments.baselines.vllm_bench import REPEATS
+from experiments.baselines.vllm_process import RESOLVED
 from mk.compose import load_config
 from mk.config import Config
 from mk.errors import MkError
 from mk.recompute import different
+from mk.results import RAW_BYTES
 from mk.rows import Row, read_raw, read_rows
+from mk.step_figures import raw_steps
 from tests.device_rig import FakeLibrary, fake_device
+from tests.promotion import committed, repository, require_kept
 from tests.test_decode_throughput import stand_in
 from tests.test_vllm_baseline import SITE
 
-__all__ = ["fake_device", "stand_in"]
+__all__ = ["committed", "fake_device", "repository", "stand_in"]
 
 VLLM = f"baseline.vllm.site={SITE}"
 SMALL = ["model=nano", "weights=random", "experiment.batches=[1,2]", "experiment.steps=24", "experiment.warmup=4",
@@ -48,13 +53,13 @@ def few_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few_experts")
 def test_one_start_of_vllm_stands_beside_every_batch_of_its_contexts(
-    stand_in: FakeLibrary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stand_in: FakeLibrary, committed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, rows = run(tmp_path, VLLM)
+    status, rows = run(tmp_path / "runs", VLLM)
     assert status == 0
     assert cases_of(rows, "cuda") == [(64, 1), (64, 2), (80, 1), (80, 2), (104, 1), (104, 2)]
     assert cases_of(rows, "vllm") == [(64, 1), (64, 2), (104, 1), (104, 2)]
-    (results,) = tmp_path.glob("*/vllm-*/results.jsonl")
+    (results,) = tmp_path.glob("runs/*/vllm-*/results.jsonl")
     said = [json.loads(line) for line in results.read_text().splitlines()]
     assert sum(one["case"] == "started" for one in said) == 1
     keys = [one["context"] * one["batch"] for one in said if one["case"] == "decode"]
@@ -71,6 +76,28 @@ def test_one_start_of_vllm_stands_beside_every_batch_of_its_contexts(
             assert row.ratio == pytest.approx(row.p50_ms / mine.p50_ms)
     out = capsys.readouterr().out
     assert "missing" not in out and "vLLM / kernel" in out and out.count("[") >= 4
+    require_kept(committed, results.parent.parent, **dict.fromkeys(("p50_ms", "ratio", "tpot_ms"), lambda ms: ms + 1))
+
+
+@pytest.mark.usefixtures("few_experts")
+def test_arms_in_turn_have_vllm_beside_them_once_each(stand_in: FakeLibrary, tmp_path: Path) -> None:
+    status, rows = run(tmp_path, VLLM, "experiment.rounds=2", "experiment.batches=[1]")
+    assert status == 0 and "experiment.context=64 (again)" in {row.arm for row in rows}
+    assert cases_of(rows, "vllm") == [(64, 1), (104, 1)]
+
+
+def test_a_whole_sweep_with_vllm_is_small_enough_to_keep() -> None:
+    """Its raw data, with times of a slow card."""
+    cfg = load_config(["experiment=context_sweep"])
+    jobs = context_sweep.timed_variants(cfg)
+    steps, experts = cfg.experiment.steps, [51.789062] * 48
+    kernel = raw_steps([19.12345] * steps, experts)
+    lines, card = ["x" * 250] * len(RESOLVED), {"before": "x" * 40, "after": "x" * 40}
+    more = {"kernel_step_ms": kernel["step_ms"], "log": lines, "card": card, "tpot_ms": 19.123456789012345}
+    theirs = raw_steps([19.12345] * steps * REPEATS, experts) | more
+    rows = len(jobs) * len(cfg.experiment.batches), len(context_sweep.beside(cfg, jobs))
+    sizes = [len(json.dumps(raw, separators=(",", ":"))) for raw in (kernel, theirs)]
+    assert sum(count * size for count, size in zip(rows, sizes, strict=True)) < RAW_BYTES
 
 
 @pytest.mark.usefixtures("few_experts")
