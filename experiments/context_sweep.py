@@ -50,8 +50,11 @@ def main(cfg: Config) -> int:
             """vLLM's row follows the kernel's at once: a run that is aborted keeps both."""
             if (row.context[0], row.batch) not in cases or row.arm not in by_label:
                 return
-            named = {"experiment": row.experiment, "arm": row.arm}
-            other = measured and vllm_rows.append(by_label[row.arm], run, measured, row, **named)
+            named, other = {"experiment": row.experiment, "arm": row.arm}, None
+            try:
+                other = measured and vllm_rows.append(by_label[row.arm], run, measured, row, **named)
+            except MkError as error:  # figures that cannot be: the kernel's go on
+                failed.append(f"vLLM, {row.arm}: {error}")
             pairs.append((row, other))
 
         found, wrong = on_card(cfg, jobs, run, written=written)

@@ -127,6 +127,18 @@ def test_a_vllm_that_fails_fails_the_run_but_not_the_kernels_rows(
     assert status == 1 and len(rows) == 6 and "no kernel image" in capsys.readouterr().out
 
 
+def test_figures_of_vllm_that_cannot_be_cost_no_row_of_the_kernel(
+    stand_in: FakeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise MkError("p50 is under what the bytes take")
+
+    monkeypatch.setattr("experiments.vllm_rows.append_beside", refused)
+    status, rows = run(tmp_path, VLLM)
+    assert status == 1 and len(cases_of(rows, "cuda")) == len(rows) == 6
+    assert capsys.readouterr().out.count("failed: vLLM, experiment.context=") == 4
+
+
 @pytest.mark.parametrize(("baseline", "said"), [("vllm", True), ("none", False)])
 def test_without_vllm_the_kernel_is_swept_and_what_is_missing_is_said(
     baseline: str, said: bool, stand_in: FakeLibrary, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -233,6 +233,14 @@ def test_every_operation_has_a_row_of_each_engine(
     assert "to the kernel" in out and "lm_head" in out and not bench.graphs
 
 
+@pytest.mark.parametrize(("sampling", "alike"), [("greedy", True), ("top_p", False)])
+def test_a_head_that_draws_is_not_compared_with_the_likeliest(
+    sampling: str, alike: bool, bench: FakeLibrary, tmp_path: Path
+) -> None:
+    own, other = run(tmp_path, "experiment.operations=[lm_head]", f"sampling={sampling}")[0]
+    assert (other.engine, other.ratio_to) == ("torch", own.digest if alike else None)
+
+
 def test_some_operations_and_those_that_are_not(bench: FakeLibrary, tmp_path: Path) -> None:
     rows, _ = run(tmp_path / "some", "experiment.operations=[routing,router,oproj]")
     found = [(row.kernel, row.engine) for row in rows]
