@@ -25,12 +25,11 @@ def count_equal(
             raise MkError(f"the server gave no token ids for {sample.problem}", hint="experiment.check=false")
         # the oracle decodes as many tokens as there are
         apart = oracle.compare(index, found.prompt_ids, found.token_ids, model.tokenizer.eos)
-        if apart is None:
-            equal += 1
-        else:
+        equal += not apart
+        for first in apart[:1]:
             print(
-                f"{sample.problem}: token {apart.index} is {apart.got}, {oracle.name}'s {apart.expected}, "
-                f"whose margin is {apart.margin:.2e}"
+                f"{sample.problem}: token {first.index} is {first.got}, {oracle.name}'s {first.expected}, "
+                f"whose margin is {first.margin:.2e}"
             )
         progress(index + 1)
     return oracle.name, equal

@@ -49,12 +49,15 @@ def append_beside(
 
 
 def comparison(pairs: Sequence[tuple[Row, Row | None]], name: str) -> str:
-    """A line a routing and batch; no ratio where the experts do not agree, and why. name: of the other engine."""
+    """A line a routing, context and batch; no ratio where the experts do not agree, and why. name: of the other
+    engine."""
     other_ms = f"{name} ms"
-    head = f"{'routing':12}{'batch':>6}{'kernel ms':>11}{'experts':>9}{other_ms:>{max(10, len(other_ms) + 2)}}"
+    head = f"{'routing':12}{'keys':>8}{'batch':>6}{'kernel ms':>11}{'experts':>9}"
+    head += f"{other_ms:>{max(10, len(other_ms) + 2)}}"
     lines = [f"{head}{'experts':>9}  {name} / kernel [95 %]"]
     for kernel, other in pairs:
-        line = f"{kernel.routing:12}{kernel.batch:6}{kernel.p50_ms:11.4f}{kernel.distinct_experts:9.2f}"
+        line = f"{kernel.routing:12}{kernel.context[0]:8}{kernel.batch:6}"
+        line += f"{kernel.p50_ms:11.4f}{kernel.distinct_experts:9.2f}"
         if other is None:
             lines.append(f"{line}{'missing':>{len(head) - len(line)}}")
             continue

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from experiments.decode_rows import Timing, append_row, line, table
+from experiments.device_clock import queued
 from experiments.device_weights import HeldWeights, hold_weights
 from experiments.forced_routing import distinct_experts, forced_ids
 from experiments.kernel_checks import Outcome, fill, run_checks
@@ -288,21 +288,14 @@ def measure(
     for step in range(warmup):
         launch(step)
     runtime.finish()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    started = time.perf_counter()
-    events[0].record(runtime.stream)
-    for step in range(steps):
-        last = launch(warmup + step)
-        events[step + 1].record(runtime.stream)
-    runtime.finish()
-    wall = (time.perf_counter() - started) * 1e3 / steps
+    launched: list[int] = []
+    times, wall = queued(lambda step: launched.append(launch(warmup + step)), steps, runtime.finish, runtime.stream)
     if trusted:
         runtime.require_healthy(f"batch {rows}")
     runtime.force_routing(None)
     bits = hashlib.sha256(runtime["logits"][:rows].cpu().numpy().tobytes()).hexdigest()[:16]
-    keys, drawn = first + warmup + steps - 1, runtime.tokens_of(last).tokens.tolist()
+    keys, drawn = first + warmup + steps - 1, runtime.tokens_of(launched[-1]).tokens.tolist()
     twin = [sample_row(runtime.logits(row).cpu().numpy(), params, keys) for row, params in enumerate(sampling)]
-    times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
     routed = taken[:, :, :rows]
     experts = distinct_experts(routed[warmup:], g)
     executed = runtime.executed_hash()

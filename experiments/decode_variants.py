@@ -8,6 +8,7 @@ difference may be found. What was measured is written, whatever fails after it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,13 +30,7 @@ FAILS = (MkError, torch.cuda.OutOfMemoryError)  # what ends an arm, and no other
 
 def main(cfg: Config) -> int:
     """Exit status 1 if a variant failed, or the first one differs from itself; the others run all the same."""
-    jobs = variants(cfg)  # all composed before the first one starts
-    if cfg.experiment.zero_wait or cfg.experiment.trace:
-        raise MkError(
-            "variants are timed without a bound or a trace", hint="experiment=decode_throughput, for one of them"
-        )
-    for _, job in jobs:
-        decode_throughput.check_settings(job)
+    jobs = timed_variants(cfg)
     if not torch.cuda.is_available():
         return simulated_variants.run(cfg, jobs)
     for _, job in jobs:
@@ -47,6 +42,18 @@ def main(cfg: Config) -> int:
             print(f"failed: {message}")
         print(f"run folder: {run.path}")
     return int(bool(failed))
+
+
+def timed_variants(cfg: Config) -> list[tuple[str, Config]]:
+    """`variants`, all of which can be timed. Raises MkError for what cannot, before the first one starts."""
+    jobs = variants(cfg)
+    if cfg.experiment.zero_wait or cfg.experiment.trace:
+        raise MkError(
+            "variants are timed without a bound or a trace", hint="experiment=decode_throughput, for one of them"
+        )
+    for _, job in jobs:
+        decode_throughput.check_settings(job)
+    return jobs
 
 
 def variants(cfg: Config) -> list[tuple[str, Config]]:
@@ -70,9 +77,14 @@ def variants(cfg: Config) -> list[tuple[str, Config]]:
 
 
 def on_card(
-    cfg: Config, jobs: list[tuple[str, Config]], run: RunFolder, to_previous: bool = False
+    cfg: Config,
+    jobs: list[tuple[str, Config]],
+    run: RunFolder,
+    to_previous: bool = False,
+    written: Callable[[Row], None] = lambda row: None,
 ) -> tuple[dict[str, list[Row]], list[str]]:
-    """Rows by variant, and what failed. to_previous: ratios are to the variant before, else all to the first.
+    """Rows by variant, and what failed. to_previous: ratios are to the variant before, else all to the first; written:
+    is told of each row.
 
     Raises MkError where two variants execute the same.
     """
@@ -87,7 +99,7 @@ def on_card(
         try:
             if alone:
                 found[label] = []
-                _by_itself(cfg, run, label, job, executed, found[label])
+                _by_itself(cfg, run, label, job, executed, found[label], written)
             else:
                 benches[label] = opened(job)
         except FAILS as error:
@@ -99,6 +111,7 @@ def on_card(
         blocks = in_turn(benches, batch, settings.rounds, failed)
         for label, row in append(cfg, run, benches, batch, blocks, failed, to_previous).items():
             found.setdefault(label, []).append(_told(row))
+            written(row)
     return found, failed
 
 
@@ -110,7 +123,13 @@ def opened(job: Config) -> Bench:
 
 
 def _by_itself(
-    cfg: Config, run: RunFolder, label: str, job: Config, executed: dict[int, dict[str, str]], rows: list[Row]
+    cfg: Config,
+    run: RunFolder,
+    label: str,
+    job: Config,
+    executed: dict[int, dict[str, str]],
+    rows: list[Row],
+    written: Callable[[Row], None],
 ) -> None:
     """Fills rows, a batch each; nothing of the bench outlives the call. executed: by batch, what ran before."""
     bench = opened(job)
@@ -119,6 +138,7 @@ def _by_itself(
         require_apart(executed[batch], batch)
     for batch in cfg.experiment.batches:
         rows.append(_told(bench.append(run, batch, bench.measure(batch), **_named(cfg, label))))
+        written(rows[-1])
 
 
 def in_turn(benches: dict[str, Bench], batch: int, rounds: int, failed: list[str]) -> dict[str, list[Timing]]:

@@ -3,12 +3,15 @@
 A sweep runs one operation in every layer that has it, so that weights and KV come from memory; before each the L2 is
 read full of something else. The kernel's operations are parts of a step (mk/schedule/cut.py), launched on what a whole
 step has left in memory: those that need the routing make it again, top-k included. Bytes are those that the operation
-must read. torch computes on noise of the same shapes, from memory layouts of its own choice.
+must read. torch computes on noise of the same shapes, from memory layouts of its own choice. A ratio stands only where
+both do the same from the same inputs: what torch does in one and the kernel in two waves is timed as one (`TOGETHER`),
+and each wave alone has no ratio. To the kernel's cost, products apply the norm and every wave of experts its own top-k.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +36,16 @@ from mk.validation import require_one_of
 
 DEVICE = torch.device("cuda")
 FLUSH = 4  # times the L2 that is read between sweeps
+TOGETHER = {  # operations that are waves one after the other; of the last one's, those that the plan has
+    "routing": ("router", "topk"),
+    "attention_full": ("attn_full", "attn_combine"),
+    "attention_sliding": ("attn_sliding", "attn_combine"),
+    "moe_output": ("moe_down", "moe_combine"),  # an owner of strips adds its experts up in moe_down
+}
+
+
+Operations = dict[str, list[list[int]]]
+"""By name, for each layer that has it the parts of `waves_of` that it is."""
 
 
 def main(cfg: Config) -> int:
@@ -57,25 +70,26 @@ def main(cfg: Config) -> int:
             inputs = op_torch.Inputs(g, [cfg.experiment.context] * batch, ids[0], DEVICE)
             for name in chosen(cfg.experiment.operations, bench.operations):
                 own = bench.row(run, name, library.build_hash)
-                for method in op_torch.methods(name):
-                    torch_row(cfg, run, inputs, name, method, own, bench, flush)
+                draws = name == "lm_head" and programs[batch].shape.draws  # where torch takes the likeliest
+                for method, alike in op_torch.METHODS.get(name, {}).items():
+                    torch_row(cfg, run, inputs, name, method, own if alike and not draws else None, bench, flush)
         print(f"run folder: {run.path}")
     return 0
 
 
-def chosen(wanted: list[str] | None, operations: dict[str, list[int]]) -> list[str]:
+def chosen(wanted: list[str] | None, operations: Operations) -> list[str]:
     """Raises MkError for an operation that the plan has not, or not alone."""
     for name in wanted or ():
         require_one_of("experiment.operations", name, operations)
     return list(operations) if wanted is None else wanted
 
 
-def operations_of(program: Program) -> dict[str, list[int]]:
-    """The parts of `waves_of` that run one operation alone, by its name: a wave's, with attention by kind of layer.
+def operations_of(program: Program) -> Operations:
+    """Those that are a part alone, by the wave's name, with attention by kind of layer; then those of `TOGETHER`.
 
     A part may make the routing again; one that makes more again is none of these. The head goes with what samples.
     """
-    found: dict[str, list[int]] = {}
+    found: dict[str, dict[int, int]] = {}  # by layer
     topk = ISA.named("topk").opcode
     for number, part in enumerate(waves_of(program)):
         assert part.cut is not None
@@ -84,8 +98,13 @@ def operations_of(program: Program) -> dict[str, list[int]]:
         if wave != "lm_head" and any(ISA.rows[opcode].wave != wave.split(".")[0] for opcode in opcodes):
             continue
         name = f"attn_{program.shape.geometry.layer_kinds[int(layer)]}" if wave == "attn" else wave
-        found.setdefault(name, []).append(number)
-    return found
+        found.setdefault(name, {})[int(layer)] = number
+    operations = {name: [[part] for part in by_layer.values()] for name, by_layer in found.items()}
+    for name, waves in TOGETHER.items():
+        here = [found[wave] for wave in waves if wave in found]
+        if waves[0] in found:
+            operations[name] = [[by_layer[layer] for by_layer in here] for layer in here[0]]
+    return operations
 
 
 class KernelOperations:
@@ -120,15 +139,15 @@ class KernelOperations:
 
     def row(self, run: RunFolder, name: str, build_hash: str) -> tuple[Row, list[float]]:
         """Writes an operation's row; with its times."""
-        parts, runtime, rows = self.operations[name], self.runtime, self.program.shape.rows
+        layers, runtime, rows = self.operations[name], self.runtime, self.program.shape.rows
         settings = self.cfg.experiment
-        runtime.choose(parts)
+        runtime.choose([part for parts in layers for part in parts])
         runtime.set_sequences([self.context] * rows)  # which stay as they are
         launch = runtime.launcher(lambda step: None, settings.warmup + settings.steps)
         with torch.cuda.stream(runtime.stream):
             times = sweeps(launch, self.flush, settings.warmup, settings.steps)
         runtime.finish()
-        raw = {"kind": "operation", "sweep_ms": times, "runs": len(parts), "experts": self.experts}
+        raw = {"kind": "operation", "sweep_ms": times, "runs": len(layers), "experts": self.experts}
         row = run.measured(
             raw,
             engine="cuda",
@@ -151,12 +170,13 @@ def torch_row(
     inputs: op_torch.Inputs,
     name: str,
     method: str,
-    own: tuple[Row, list[float]],
+    own: tuple[Row, list[float]] | None,
     bench: KernelOperations,
     flush: Tensor,
 ) -> None:
-    """Writes the row of an operation by torch; one that it cannot do here is named and has none."""
-    settings, (base, base_ms) = cfg.experiment, own
+    """Writes the row of an operation by torch; one that it cannot do here is named and has none. own: the kernel's row
+    and times, None where the two do not do the same."""
+    settings = cfg.experiment
     try:
         work = op_torch.runs(name, method, inputs)
         replay = graphed(work)
@@ -166,15 +186,12 @@ def torch_row(
         return
     if len(work) != len(bench.operations[name]):
         raise MkError(f"{name}: torch has {len(work)} layers of it, the program {len(bench.operations[name])}")
-    raw = {
-        "kind": "operation",
-        "sweep_ms": times,
-        "runs": len(work),
-        "experts": bench.experts,
-        "base_sweep_ms": base_ms,
-    }
+    raw: dict[str, Any] = {"kind": "operation", "sweep_ms": times, "runs": len(work), "experts": bench.experts}
     axes = {"batch": inputs.rows, "context": list(inputs.contexts), "kernel": name, "method": method}
-    row = run.measured(raw, engine="torch", dtype="bfloat16", ratio_to=base.digest, build_hash=None, **axes)
+    if own is not None:
+        base, raw["base_sweep_ms"] = own
+        axes["ratio_to"] = base.digest
+    row = run.measured(raw, engine="torch", dtype="bfloat16", build_hash=None, **axes)
     print(_told(run.append_row(row, raw), f"torch {method}"), flush=True)
 
 
@@ -213,4 +230,4 @@ def _told(row: Row, by: str) -> str:
 
 
 def _line(name: str, by: str, *figures: str) -> str:
-    return f"{name:14}{by:15}" + "".join(figure.rjust(10) for figure in figures[:-1]) + f"  {figures[-1]}"
+    return f"{name:19}{by:19}" + "".join(figure.rjust(10) for figure in figures[:-1]) + f"  {figures[-1]}"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from experiments.device_clock import queued
 from experiments.device_weights import open_weights, pack
 from experiments.prefill_rates import MATRIX, matrix_tflop_s
 from mk.config import Config
@@ -163,13 +163,7 @@ def milliseconds(launch: Callable[[], object], repeats: int) -> list[float]:
     """Device times of launches in a row, after some that are not counted."""
     for _ in range(WARMUP):
         launch()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    events[0].record()
-    for event in events[1:]:
-        launch()
-        event.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+    return queued(lambda number: launch(), repeats)[0]
 
 
 def matrix_ms(device: torch.device) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class Decoded:
 
     def equal_tokens(self, differences: Sequence[Divergence]) -> int:
         """Tokens before each row's first difference, all rows together."""
-        first = {difference.row: difference.index for difference in differences}
+        first = {difference.row: difference.index for difference in reversed(differences)}
         return sum(first.get(row, len(request.tokens)) for row, request in self.rows)
 
 
@@ -97,8 +98,11 @@ class Report:
             self._write(decoded, suffix, {"oracle": None})
             return
         differences = self._compare(self._oracle, decoded)
-        prompts = {row: request.prompt for row, request in decoded.rows}
-        noise = [self._oracle.noise(prompts[d.row], d.oracle) for d in differences] if self.rounds else []
+        by_row = {row: list(own) for row, own in groupby(differences, lambda difference: difference.row)}
+        noise: list[float] = []
+        for row, request in decoded.rows if self.rounds else ():
+            if own := by_row.get(row):
+                noise += [self._oracle.noise(request.prompt, request.tokens)] * len(own)
         found = {
             "oracle": self._oracle.name,
             "differences": [[d.row, d.index, d.margin] for d in differences],
@@ -124,13 +128,11 @@ class Report:
         return None
 
     def _compare(self, oracle: GreedyOracle, decoded: Decoded) -> list[Divergence]:
-        """The first difference of each row that has one."""
-        found = []
+        """Every difference, row by row."""
+        found: list[Divergence] = []
         with progress(f"greedy decode by {oracle.name}", len(decoded.requests)) as done:
             for row, request in decoded.rows:
-                difference = oracle.compare(row, request.prompt, request.tokens, self.model.tokenizer.eos)
-                if difference is not None:
-                    found.append(difference)
+                found += oracle.compare(row, request.prompt, request.tokens, self.model.tokenizer.eos)
                 done(row + 1)
         return found
 
@@ -158,21 +160,29 @@ class Report:
         whose = "transformers'" if oracle.name == TRANSFORMERS else "the PyTorch reference's"
         verdict = "differs from" if differences else "equal to"
         tokens = f"{decoded.equal_tokens(differences)}/{decoded.new_tokens} tokens"
-        rows = f"rows {len(decoded.rows) - len(differences)}/{len(decoded.rows)}"
+        of_rows = {d.row for d in differences}
+        rows = f"rows {len(decoded.rows) - len(of_rows)}/{len(decoded.rows)}"
         print(f"  {verdict} {whose} greedy decode: {tokens}, {rows}", flush=True)
-        for number, d in enumerate(differences):
-            got, expected = (
-                "the end" if token is None else f"{token} {self.model.tokenizer.decode([token])!r}"
-                for token in (d.got, d.expected)
-            )
-            said = (
-                f"row {d.row}, new token {d.index}: {got} where {whose} is {expected}; "
-                f"the two tokens' logits there differ by {d.margin:.2e}"
-            )
-            if noise and d.margin <= noise[number]:
-                print(f"  {said}, bfloat16 may change that by {noise[number]:.2e}", flush=True)
-            else:
-                print(f"error: {said}", file=sys.stderr)
+        bounds = noise or [None] * len(differences)
+        lengths = {row: len(request.tokens) for row, request in decoded.rows}
+        for row, own in groupby(zip(differences, bounds, strict=True), lambda pair: pair[0].row):
+            (first, bound), *later = own
+            _tell(f"row {row}, {self._said(first, whose)}", first, bound)
+            rest = lengths[row] - first.index - 1
+            after = f"row {row}, of the {rest} tokens after it, with {whose} forced onto the row's own"
+            if later:
+                worst, bound = max(later, key=lambda pair: pair[0].margin)
+                _tell(f"{after}, {len(later)} different, most of all {self._said(worst, whose)}", worst, bound)
+            elif rest and first.expected is not None:
+                print(f"  {after}, none differs", flush=True)
+
+    def _said(self, d: Divergence, whose: str) -> str:
+        got, expected = (
+            "the end" if token is None else f"{token} {self.model.tokenizer.decode([token])!r}"
+            for token in (d.got, d.expected)
+        )
+        logits = f"the two tokens' logits there differ by {d.margin:.2e}"
+        return f"new token {d.index}: {got} where {whose} is {expected}; {logits}"
 
     def _write(self, decoded: Decoded, suffix: str, found: Mapping[str, Any]) -> None:
         """The batch's row, its routing trace (what `routing=replay` reads), the picture of the program it ended on.
@@ -219,7 +229,7 @@ def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
     found = {"new_tokens": max(tokens), "decode_s": seconds, "tok_s": token_rate(tokens, seconds)}
     if raw["oracle"] is None:
         return found
-    first = {row: index for row, index, _ in raw["differences"]}
+    first = {row: index for row, index, _ in reversed(raw["differences"])}
     equal = [first.get(row, count) for row, count in zip(raw["active"], tokens, strict=True)]
     rounds = row.dtype != "float32"
     found["equal_tokens"] = sum(equal)
@@ -235,10 +245,18 @@ def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def within_noise(found: Mapping[str, Any]) -> bool:
-    """Whether every first difference lies where the oracle's margin is within the noise; float32 has no excuse."""
+    """Whether every difference lies where the oracle's margin is within the noise; float32 has no excuse."""
     if not found["noise"]:
         return not found["differences"]
     return all(margin <= most for (_, _, margin), most in zip(found["differences"], found["noise"], strict=True))
+
+
+def _tell(said: str, d: Divergence, bound: float | None) -> None:
+    """bound: what bfloat16 does to a margin at most, None where nothing rounds; beyond it, a difference is an error."""
+    if bound is not None and d.margin <= bound:
+        print(f"  {said}, bfloat16 may change that by {bound:.2e}", flush=True)
+    else:
+        print(f"error: {said}", file=sys.stderr)
 
 
 def token_rate(new_tokens: Sequence[int], seconds: float) -> float | None:

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 
+from experiments.device_clock import queued
 from experiments.prompts import sample_prompts
 from experiments.served_report import Report
 from experiments.served_rig import Asked, Bench, Ran
@@ -136,7 +136,7 @@ def own_steps(engine: PagedEngine, prompts: Sequence[Sequence[int]], steps: int)
 def _kernel_steps(
     engine: CudaEngine, tokens: Sequence[int], keys: Sequence[int], steps: int
 ) -> tuple[list[float], np.ndarray]:
-    """The kernel's launches as decode_throughput times them: queued as far ahead as they go, an event before each."""
+    """The kernel's launches as decode_throughput times them, queued as far ahead as they go; of all but the last."""
     runtime = engine.runtime
     for row, length in enumerate(keys):
         engine.pages.reserve(row, length + steps - 1, since=length - 1)
@@ -145,14 +145,9 @@ def _kernel_steps(
         runtime.load(program)
     runtime.set_tables(engine.pages.table.table)
     runtime.set_sequences(keys, tokens, steps)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps)]
-    launches = []
-    for event in events:
-        event.record(runtime.stream)
-        launches.append(runtime.launch())
-    sampled = np.array([runtime.tokens_of(launch).tokens for launch in launches])
-    runtime.finish()
-    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)], sampled
+    launches: list[int] = []
+    times, _ = queued(lambda step: launches.append(runtime.launch()), steps, runtime.finish, runtime.stream)
+    return times[:-1], np.array([runtime.tokens_of(launch).tokens for launch in launches])
 
 
 def _single_steps(

@@ -23,7 +23,8 @@ import torch
 
 from evals.served import ABOUT_S, fetch
 from experiments import vllm_serve
-from experiments.baselines.vllm_process import add_info, find, parse_log, started
+from experiments.baselines.vllm_process import add_info, find, parse_log
+from experiments.child_process import log_end, started
 from experiments.device_weights import open_weights
 from experiments.settings import Serve
 from mk.compose import to_yaml
@@ -35,6 +36,7 @@ from mk.server.launch import API_KEY, listen
 from mk.sources import ROOT
 
 STOP_S = 20.0  # that a server may take to end its processes before they are killed
+DYING_S = 2.0  # between a connection that breaks and the end of the process that broke it
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +134,20 @@ def _make_weights(cfg: Config, url: str, folder: str, resolved: dict[str, str]) 
 def _process(
     name: str, command: list[str], env: Mapping[str, str], log: Path, cfg: Config, timeout_s: float, hint: str
 ) -> Iterator[str]:
-    """A server's process, from when it answers; its URL."""
+    """A server's process, from when it answers; its URL.
+
+    Raises MkError with the end of its log for one that ends before, or while somebody asks it.
+    """
     url = f"http://{cfg.server.host}:{cfg.server.port}"
     with started(command, env, log, STOP_S) as process:
         _wait_for(name, f"{url}/health", process, log, timeout_s, hint)
-        yield url
+        try:
+            yield url
+        except MkError as error:  # as which a client knows a broken connection
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(DYING_S)
+                raise MkError(f"{name} ended with status {status} while it was asked: {log_end(log)}") from error
+            raise
 
 
 def _wait_for(name: str, url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float, hint: str) -> None:
@@ -149,6 +160,6 @@ def _wait_for(name: str, url: str, process: subprocess.Popen[bytes], log: Path, 
             print(f"{name} answers after {time.monotonic() - started:.0f} s", flush=True)
             return
         time.sleep(0.2)
-    end = " | ".join(line.strip() for line in log.read_text(errors="replace").splitlines()[-5:])
-    why = "does not answer" if process.poll() is None else f"ended with status {process.returncode}"
-    raise MkError(f"{name} {why}: {end}"[:1000], hint=f"{log}; {hint}")
+    if process.poll() is not None:
+        raise MkError(f"{name} ended with status {process.returncode}: {log_end(log)}")
+    raise MkError(f"{name} does not answer after {timeout_s:g} s: {log_end(log)}", hint=hint)

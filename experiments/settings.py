@@ -100,7 +100,12 @@ class Variants(DecodeThroughput):
 
 # The experiments that are nothing but a comparison, under the names that configs/experiment/ asks for.
 WaveOrderAblation = PlacementAblation = ScheduleAblation = RoutingAblation = Variants
-KernelAblation = RingAblation = SamplingAblation = PlanAblation = ContextSweep = Ladder = Variants
+KernelAblation = RingAblation = SamplingAblation = PlanAblation = Ladder = Variants
+
+
+@dataclass(slots=True)
+class ContextSweep(Variants):
+    baseline_contexts: list[int]  # of the variants' contexts, that the baseline is measured at too
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from experiments.baseline_rows import append_beside, comparison
 from experiments.baselines import transformers_steps as theirs
 from experiments.baselines.vllm_process import card_state
 from experiments.decode_throughput import KV_STD
+from experiments.device_clock import queued
 from experiments.device_weights import open_weights
 from experiments.forced_routing import distinct_experts, forced_ids
 from mk.compose import vary
@@ -117,21 +118,10 @@ def measure(model: object, g: Geometry, job: Config, batch: int, experts: str) -
         bench.begin(tokens, keys - 1)
     for _ in range(warmup):
         bench.run()
-    times = timed_on_card(bench, steps) if bench.tokens.is_cuda else timed_on_host(bench, steps)
+    times = queued(lambda step: bench.run(), steps)[0] if bench.tokens.is_cuda else timed_on_host(bench, steps)
     if not bool(torch.isfinite(bench.cache.keys[-1]).all()):
         raise MkError("transformers' keys are not finite")
     return Timed(experts, times, distinct_experts(bench.taken[warmup:], g))
-
-
-def timed_on_card(bench: theirs.TransformersSteps, steps: int) -> list[float]:
-    """Milliseconds of steps that are queued back to back, from event to event."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    events[0].record()
-    for event in events[1:]:
-        bench.run()
-        event.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
 def timed_on_host(bench: theirs.TransformersSteps, steps: int) -> list[float]:

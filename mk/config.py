@@ -387,7 +387,7 @@ class BaselineConfig:
     vllm: VllmConfig | None = None
 
     def __post_init__(self) -> None:
-        check_optional("baseline", self, ("vllm",) if self.name == "vllm" else ())
+        check_optional("baseline", self, () if self.name == "none" else ("vllm",))
 
 
 @dataclass(slots=True)

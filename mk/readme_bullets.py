@@ -83,8 +83,9 @@ def _quickstart(kept: Sequence[Kept]) -> Phrases:
 
 
 def _context_sweep(kept: Sequence[Kept]) -> Phrases:
-    rows = _by(_rows(kept, "context_sweep"), "batch", "arm").values()
-    by_keys = {row.context[0]: row for row in rows if row.batch == 1}
+    """Of the kernel at batch 1."""
+    alone = [of for of in _rows(kept, "context_sweep") if of.row.engine == "cuda" and of.row.batch == 1]
+    by_keys = {of.row.context[0]: of.row for of in newest(alone, lambda row: row.context[0])}
     for number, keys in enumerate(sorted(by_keys)):
         yield f"{_ms(by_keys[keys]):.2f}{'' if number else ' ms a step'} at {round(keys / 1024)}K"
     shares = [row.pct_nominal or 0.0 for row in by_keys.values()]

@@ -52,15 +52,16 @@ def step_bytes(geometry: Geometry, contexts: Sequence[float], distinct_experts: 
 def operation_bytes(geometry: Geometry, operation: str, contexts: Sequence[float], distinct_experts: float) -> float:
     """Bytes that one run of an operation reads in one layer, counted as `step_bytes` does: 0 for one without weights.
 
-    operation: a wave, attn_full or attn_sliding.
+    operation: a wave, attn_full or attn_sliding, or waves together as experiments/op_bench.py names them.
     """
     g, tiles = geometry, tile_rules(geometry).matrices
-    names = {"oproj": "o", "moe_up": "up", "moe_down": "down", "lm_head": "head"}
-    if operation.startswith("attn_") and operation != "attn_combine":
-        seen = sum(keys if operation == "attn_full" else min(keys, g.window_keys) for keys in contexts)
+    names = {"oproj": "o", "moe_up": "up", "moe_down": "down", "moe_output": "down", "lm_head": "head"}
+    names |= {"routing": "router"}
+    if operation in ("attn_full", "attn_sliding", "attention_full", "attention_sliding"):
+        seen = sum(keys if operation.endswith("full") else min(keys, g.window_keys) for keys in contexts)
         return seen * 2 * g.kv_width * BF16
     tile = tiles.get(names.get(operation, operation))
-    times = distinct_experts if operation in ("moe_up", "moe_down") else 1
+    times = distinct_experts if operation in ("moe_up", "moe_down", "moe_output") else 1
     return 0.0 if tile is None else float(times * tile.rows * tile.k * BF16)
 
 

@@ -180,8 +180,9 @@ class Row:
     equal_tokens: int | None = None  # before the first difference from the oracle of `checks`, all rows together
     differs_at: list[int | None] | None = None  # each row's first such token, None where there is none
     widest_margin: float | None = (
-        None  # that the oracle's token there is above the row's own, in float32 logits, at most
+        None  # that the oracle's token is above the row's own, in float32 logits, where they differ, at most; after the
     )
+    # first difference the oracle goes on from the row's own tokens
     margin_noise: float | None = None  # what bfloat16 does to the margin of the two likeliest, over those rows' tokens
     version: str | None = None  # of a baseline
     attention_backend: str | None = None  # as a baseline's log says it was resolved; so are the next four

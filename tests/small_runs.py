@@ -18,7 +18,7 @@ def variants(*each: str) -> str:
 
 SMALL: dict[str, Sequence[str]] = {
     "quickstart": ["gpu.sms=2", "experiment.new_tokens=1", "experiment.ragged=null", "logger=wandb"],
-    "context_sweep": [*SIMULATED, variants("experiment.context=32,64")],
+    "context_sweep": [*SIMULATED, variants("experiment.context=32,64"), "experiment.baseline_contexts=[64]"],
     "wave_order_ablation": SIMULATED,
     "placement_ablation": SIMULATED,
     "schedule_ablation": [*SIMULATED, variants("schedule=static", CLAIMERS)],
@@ -158,8 +158,8 @@ READ_ELSEWHERE = {
         "experiments/baselines/vllm_process.py",
     ),
     "VllmConfig.arguments": "experiments/vllm_serve.py",
-    "VllmConfig.kv": "experiments/vllm_decode.py",
-    "VllmConfig.moe_backends": "experiments/vllm_decode.py",
+    "VllmConfig.kv": "experiments/vllm_rows.py",
+    "VllmConfig.moe_backends": "experiments/vllm_rows.py",
     "VllmConfig.reasoning_parser": "experiments/vllm_serve.py",
     "BesideBaseline.routings": "experiments/vllm_decode.py",
 }

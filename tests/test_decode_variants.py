@@ -313,14 +313,6 @@ def test_one_round_holds_one_bench_at_a_time_and_arms_that_execute_the_same_fail
 
 
 # ---- without a card ----
-def test_contexts_are_simulated_without_a_ratio(tmp_path: Path) -> None:
-    small = ["model=slice", "experiment.variants=['experiment.context=1024,1025']", f"run_dir={tmp_path}"]
-    assert decode_variants.main(load_config(["experiment=context_sweep", *small])) == 0
-    (path,) = tmp_path.glob("*/rows.jsonl")
-    rows = read_rows(path)
-    assert [(row.context, row.ratio) for row in rows] == [([1024], None), ([1025], None)]
-
-
 @pytest.mark.parametrize("setting", ["batches=[0]", "batches=[9]", "batches=[]", "context=0"])
 def test_without_a_card_settings_are_refused_as_on_one(setting: str) -> None:
     cfg = load_config(["experiment=wave_order_ablation", f"experiment.{setting}"])

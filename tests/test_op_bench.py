@@ -35,16 +35,45 @@ def test_operations_are_the_waves_that_run_alone() -> None:
     for placement in ("round_robin", "row_owner"):
         whole = program(2, placement=placement)
         found, parts = op_bench.operations_of(whole), waves_of(whole)
-        assert sum(map(len, found.values())) <= len(parts)
+        alone = [part for name in found.keys() - op_bench.TOGETHER.keys() for (part,) in found[name]]
+        assert len(set(alone)) == len(alone) <= len(parts)
         assert len(found["qkv"]) == GEOMETRY.layers and len(found["moe_up"]) == len(GEOMETRY.sparse_layers)
         assert len(found["attn_full"]) + len(found["attn_sliding"]) == GEOMETRY.layers
         assert len(found["lm_head"]) == 1
         assert ("rmsnorm" in found) == ("moe_combine" in found) == (placement == "round_robin")
         for name, numbers in found.items():
-            ops = {ISA.rows[code].name for n in numbers for code in parts[n].words[:, Word.OPCODE].tolist()}
-            assert len(ops - {"topk"}) <= (2 if name == "lm_head" else 1), (name, ops)
-        layers = {parts[n].words[0, Word.LAYER] for n in found["attn_sliding"]}
+            if name not in op_bench.TOGETHER:
+                ops = {ISA.rows[code].name for (n,) in numbers for code in parts[n].words[:, Word.OPCODE].tolist()}
+                assert len(ops - {"topk"}) <= (2 if name == "lm_head" else 1), (name, ops)
+        layers = {parts[n].words[0, Word.LAYER] for (n,) in found["attn_sliding"]}
         assert layers == set(GEOMETRY.sliding_layers)
+
+
+@pytest.mark.parametrize("placement", ["round_robin", "row_owner"])
+def test_waves_that_torch_does_in_one_are_timed_as_one_layer_by_layer(placement: str) -> None:
+    whole = program(2, placement=placement)
+    found, parts = op_bench.operations_of(whole), waves_of(whole)
+    for name, waves in op_bench.TOGETHER.items():
+        here = [wave for wave in waves if wave in found]
+        assert len(here) == len(waves) or (placement, here) == ("row_owner", ["moe_down"])
+        assert len(found[name]) == len(found[waves[0]])
+        for layer in found[name]:
+            cuts = [part.cut for part in (parts[n] for n in layer)]
+            assert [cut and cut.name.split(".")[1] for cut in cuts] == [
+                w.removesuffix("_full").removesuffix("_sliding") for w in here
+            ]
+            assert len({cut and cut.name.split(".")[0] for cut in cuts}) == 1 and layer == sorted(layer)
+    both = [part for kind in ("full", "sliding") for _, part in found[f"attention_{kind}"]]
+    assert sorted(both) == sorted(part for (part,) in found["attn_combine"])
+
+
+def test_only_what_does_the_same_as_the_kernel_has_a_ratio() -> None:
+    """No wave that leaves a part of its work to the next has one, nor what torch does with less."""
+    compared = {name for name, methods in op_torch.METHODS.items() if any(methods.values())}
+    whole = {"qkv", "oproj", "dense_up", "dense_down", "lm_head", "moe_up"}
+    assert compared == whole | op_bench.TOGETHER.keys()
+    assert not {wave for waves in op_bench.TOGETHER.values() for wave in waves} & op_torch.METHODS.keys()
+    assert not op_torch.METHODS["qkv"]["linear"] and not op_torch.METHODS["moe_up"]["loop"]
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -59,6 +88,10 @@ def test_bytes_of_all_operations_are_those_of_the_step(rows: int) -> None:
     assert total == pytest.approx(step_bytes(g, contexts, experts).total, rel=1e-12)
     assert operation_bytes(g, "qkv", contexts, experts) == 5120 * 2048 * 2
     assert operation_bytes(g, "attn_combine", contexts, experts) == operation_bytes(g, "topk", contexts, experts) == 0
+    for name, waves in op_bench.TOGETHER.items():
+        assert operation_bytes(g, name, contexts, experts) == sum(
+            operation_bytes(g, wave, contexts, experts) for wave in waves
+        )
 
 
 # ---- torch's side, on a CPU ----
@@ -71,18 +104,66 @@ def inputs(rows: int = 3) -> op_torch.Inputs:
 
 def test_every_operation_has_its_layers() -> None:
     g, of = NANO_GEOMETRY, inputs()
-    for name, layers in (("qkv", g.layers), ("oproj", g.layers), ("router", len(g.sparse_layers)), ("lm_head", 1),
-                         ("topk", len(g.sparse_layers)), ("rmsnorm", g.layers),
-                         ("dense_down", len(g.dense_layers))):  # fmt: skip
-        (method,) = op_torch.methods(name)
-        runs = op_torch.runs(name, method, of)
-        assert len(runs) == layers and all(run().shape[0] == 3 for run in runs), name
-    assert op_torch.methods("moe_combine") == op_torch.methods("attn_combine") == op_torch.methods("embed") == []
+    for name, layers in (("qkv", g.layers), ("oproj", g.layers), ("routing", len(g.sparse_layers)), ("lm_head", 1),
+                         ("rmsnorm", g.layers), ("dense_down", len(g.dense_layers))):  # fmt: skip
+        for method in op_torch.METHODS[name]:
+            runs = op_torch.runs(name, method, of)
+            assert len(runs) == layers and all(run().shape[0] == 3 for run in runs), name
 
 
-@pytest.mark.parametrize("name", ["up", "down"])
-def test_experts_multiply_the_rows_that_chose_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_qkv_rotates_neighbouring_dims_where_the_layer_does_and_keeps_k_and_v(monkeypatch: pytest.MonkeyPatch) -> None:
     g, of = NANO_GEOMETRY, inputs()
+    drawn = record(monkeypatch)
+    runs = op_torch.runs("qkv", "linear_rope", of)
+    x, weights, pages = drawn[0], drawn[1 : 1 + g.layers], drawn[1 + g.layers :]
+    assert len(pages) == g.layers and len(set(g.rope)) == 2  # layers of both kinds
+    for run, w, page, rotates in zip(runs, weights, pages, g.rope, strict=True):
+        q = run().float()
+        plain = linear(x, w).float().view(3, -1, g.head_dim)
+        heads = (plain[:, : g.q_heads], plain[:, g.q_heads : -g.kv_heads], plain[:, -g.kv_heads :])
+        for got, of_heads, turned in zip(
+            (q, page[0, :, :, 0].float(), page[1, :, :, 0].float()), heads, (1, 1, 0), strict=True
+        ):
+            lengths = [pair.unflatten(-1, (-1, 2)).norm(dim=-1) for pair in (got, of_heads)]
+            torch.testing.assert_close(*lengths, rtol=2e-2, atol=1e-3)
+            assert torch.equal(got, of_heads) != bool(turned and rotates)
+
+
+@pytest.mark.parametrize("method", ["loop", "grouped"])
+@pytest.mark.parametrize("name", ["moe_up", "moe_output"])
+def test_experts_multiply_the_rows_that_chose_them(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    g, of = NANO_GEOMETRY, inputs()
+    drawn = record(monkeypatch)
+
+    def grouped(taken: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        """As the card's, which a CPU may lack."""
+        spans = list(itertools.pairwise([0, *offs.tolist()]))
+        assert spans[-1][1] == len(taken)
+        return torch.cat([taken[a:b] @ weights[e] for e, (a, b) in enumerate(spans)])
+
+    monkeypatch.setattr(torch, "_grouped_mm", grouped)
+    found = op_torch.runs(name, method, of)
+    sparse = len(g.sparse_layers)
+    x, weights, logits = drawn[0], drawn[1 : 1 + sparse], drawn[1 + sparse :]
+    assert len(found) == len(weights) == len(logits) == sparse
+    for layer, run, w, scores in zip(g.sparse_layers, found, weights, logits, strict=True):
+        pairs = sorted((int(e), n // g.top_k) for n, e in enumerate(of.ids[layer, :3].flatten()))
+        expected = []
+        for place, (expert, row) in enumerate(pairs):
+            out = linear(x[row if name == "moe_up" else place].float(), w[expert].float())
+            expected.append(silu(out[: len(out) // 2]) * out[len(out) // 2 :] if name == "moe_up" else out)
+        if name == "moe_output":
+            shares = [(scores[row, expert].float() + 20).sigmoid() for expert, row in pairs]
+            by_row = [
+                [out * share for out, share, (_, of_row) in zip(expected, shares, pairs, strict=True) if of_row == row]
+                for row in range(3)
+            ]
+            expected = [torch.stack(outs).sum(0) for outs in by_row]
+        torch.testing.assert_close(run().float(), torch.stack(expected), rtol=2e-2, atol=2e-3)
+
+
+def record(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Every noise that is drawn from here on."""
     drawn: list[torch.Tensor] = []
     noise = op_torch.Inputs.noise
 
@@ -91,16 +172,7 @@ def test_experts_multiply_the_rows_that_chose_them(name: str, monkeypatch: pytes
         return drawn[-1]
 
     monkeypatch.setattr(op_torch.Inputs, "noise", kept)
-    found = op_torch.runs(f"moe_{name}", "loop", of)
-    x, *weights = drawn
-    assert len(found) == len(weights) == len(g.sparse_layers)
-    for layer, run, w in zip(g.sparse_layers, found, weights, strict=True):
-        pairs = sorted((int(e), n // g.top_k, n) for n, e in enumerate(of.ids[layer, :3].flatten()))
-        expected = []
-        for place, (expert, row, _) in enumerate(pairs):
-            out = linear(x[row if name == "up" else place].float(), w[expert].float())
-            expected.append(silu(out[: len(out) // 2]) * out[len(out) // 2 :] if name == "up" else out)
-        torch.testing.assert_close(run().float(), torch.stack(expected), rtol=2e-2, atol=2e-3)
+    return drawn
 
 
 def test_attention_sees_the_keys_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +186,7 @@ def test_attention_sees_the_keys_of_its_kind(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(op_torch, "SDPA", {"flash": torch.nn.attention.SDPBackend.MATH})
     g = NANO_GEOMETRY
     for kind, keys in (("full", 300), ("sliding", g.window_keys)):
-        runs = op_torch.runs(f"attn_{kind}", "flash", inputs())
+        runs = op_torch.runs(f"attention_{kind}", "flash", inputs())
         assert runs[0]().shape == (3, g.q_heads, 1, g.head_dim)
         assert seen[-1] == ((3, g.q_heads, 1, g.head_dim), (3, g.kv_heads, keys, g.head_dim))
 
@@ -144,23 +216,41 @@ def test_every_operation_has_a_row_of_each_engine(
     out = capsys.readouterr().out
     for batch in (1, 2):
         own = {row.kernel: row for row in rows if row.batch == batch and row.engine == "cuda"}
-        first, *others, last = own
-        assert (first, last) == ("embed", "lm_head") and {"router", "moe_up", "rmsnorm"} <= set(others)
+        first, *others = own
+        assert first == "embed" and {"router", "moe_up", "rmsnorm", "lm_head", *op_bench.TOGETHER} <= set(others)
         assert own["qkv"].p50_ms == pytest.approx(1 / NANO_GEOMETRY.layers)
+        assert own["routing"].p50_ms == pytest.approx(1 / len(NANO_GEOMETRY.sparse_layers))  # a layer, not a part
         assert own["topk"].gb_s is None and own["topk"].pct_nominal is None
         by_torch = [row for row in rows if row.batch == batch and row.engine == "torch"]
         assert {(row.kernel, row.method) for row in by_torch} >= {("qkv", "linear"), ("moe_up", "loop")}
         for row in by_torch:
-            assert row.ratio_to == own[row.kernel].digest and row.ratio == 1.0 and not row.checks
+            alike = op_torch.METHODS[row.kernel or ""][row.method or ""]
+            assert (row.ratio_to, row.ratio) == ((own[row.kernel].digest, 1.0) if alike else (None, None))
+            assert not row.checks
     for row in rows:
         assert list(different(row, raw[row.raw_sha256 or ""])) == []
         assert row.engine == "torch" or row.checks == {"schedule_verified": True, "bits_of_the_step": True}
     assert "to the kernel" in out and "lm_head" in out and not bench.graphs
 
 
+@pytest.mark.parametrize(("sampling", "alike"), [("greedy", True), ("top_p", False)])
+def test_a_head_that_draws_is_not_compared_with_the_likeliest(
+    sampling: str, alike: bool, bench: FakeLibrary, tmp_path: Path
+) -> None:
+    own, other = run(tmp_path, "experiment.operations=[lm_head]", f"sampling={sampling}")[0]
+    assert (other.engine, other.ratio_to) == ("torch", own.digest if alike else None)
+
+
 def test_some_operations_and_those_that_are_not(bench: FakeLibrary, tmp_path: Path) -> None:
-    rows, _ = run(tmp_path / "some", "experiment.operations=[router,oproj]")
-    assert [(row.kernel, row.engine) for row in rows] == [*itertools.product(("router", "oproj"), ("cuda", "torch"))]
+    rows, _ = run(tmp_path / "some", "experiment.operations=[routing,router,oproj]")
+    found = [(row.kernel, row.engine) for row in rows]
+    assert found == [
+        ("routing", "cuda"),
+        ("routing", "torch"),
+        ("router", "cuda"),
+        ("oproj", "cuda"),
+        ("oproj", "torch"),
+    ]
     with pytest.raises(MkError, match=r"experiment.operations=qvk is not one of .* qkv,"):
         run(tmp_path / "none", "experiment.operations=[qvk]")
     with pytest.raises(MkError, match="needs to know the experts, not routing=checkpoint"):
@@ -187,6 +277,6 @@ def test_what_torch_cannot_do_is_named(
         raise RuntimeError("No available kernel. Aborting execution.")
 
     monkeypatch.setattr(op_torch, "scaled_dot_product_attention", missing)
-    rows, _ = run(tmp_path, "experiment.operations=[attn_full]")
+    rows, _ = run(tmp_path, "experiment.operations=[attention_full]")
     assert [row.engine for row in rows] == ["cuda"]
-    assert capsys.readouterr().out.count("not measured: attn_full by torch") == 2
+    assert capsys.readouterr().out.count("not measured: attention_full by torch") == 2

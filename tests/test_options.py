@@ -113,9 +113,11 @@ def benchmark(config: Config, folder: Path) -> Hashable:
 
 
 def beside(config: Config, folder: Path) -> Hashable:
+    """What is said without an installation, and what an engine would be started with."""
     with pytest.raises(MkError) as caught:
         vllm_serve.main(config)
-    return str(caught.value)
+    vllm = config.baseline.vllm
+    return str(caught.value), vllm and (vllm.kv, vllm.gpu_memory)
 
 
 def sinks(config: Config, folder: Path) -> Hashable:

@@ -20,12 +20,13 @@ from mk.interpreter import Machine
 from mk.isa import ISA, Word
 from mk.model import greedy_oracle
 from mk.model.geometry import SLOT_BYTES
-from mk.model.greedy_oracle import GreedyOracle
+from mk.model.greedy_oracle import Divergence, GreedyOracle
 from mk.model.opening import NANO, Model, open_model
 from mk.model.packing import PackedWeights
 from mk.model.reference import greedy_decode
 from mk.model.tokenizer import load_tokenizer
-from mk.rows import read_rows
+from mk.recompute import different
+from mk.rows import read_raw, read_rows
 from mk.schedule.lower import lower
 from mk.schedule.picture import draw_schedule, task_bytes
 from tests.interpreter_rig import GEOMETRY, WAVE_ORDERS, source
@@ -158,7 +159,7 @@ def test_tokens_of_an_engine_that_rounds_may_differ_where_bfloat16_decides(
 
     def other(self: Any, row: int, prompt: Any, tokens: list[int], eos: Any) -> Any:
         changed = [*tokens[:3], tokens[3] ^ 1, *tokens[4:]] if row else tokens
-        return compare(self, row, prompt, changed, eos)
+        return [d for d in compare(self, row, prompt, changed, eos) if d.index <= 3]
 
     monkeypatch.setattr(GreedyOracle, "compare", other)
     for factor, passes in ((1e9, True), (0, False)):
@@ -169,6 +170,29 @@ def test_tokens_of_an_engine_that_rounds_may_differ_where_bfloat16_decides(
         assert row.differs_at is not None and row.differs_at[1] == 3
         assert row.widest_margin is not None and row.margin_noise is not None
         assert ("bfloat16 may change that by" in out) is passes and ("error: row 1, new token 3" in err) is not passes
+        whose = "with transformers' forced onto the row's own"
+        assert f"row 1, of the 2 tokens after it, {whose}, none differs" in out
+
+
+def test_a_later_wrong_token_fails_behind_a_first_one_that_rounding_explains(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def two(self: Any, row: int, prompt: Any, tokens: list[int], eos: Any) -> list[Divergence]:
+        return [Divergence(row, 1, tokens[1], 7, 1e-3), Divergence(row, 4, tokens[4], 8, 0.5)]
+
+    monkeypatch.setattr(GreedyOracle, "compare", two)
+    for most, passes in ((1.0, True), (1e-2, False)):
+        monkeypatch.setattr(GreedyOracle, "noise", lambda *args, most=most: most)
+        status, out, err, run = quickstart(tmp_path / str(passes), capsys, *tiny(folder, "engine.numerics=kernel"))
+        (row,) = read_rows(run / "rows.jsonl")
+        assert row.checks["within_noise_of_transformers"] is passes and status == int(not passes)
+        assert (row.differs_at, row.equal_tokens, row.widest_margin, row.margin_noise) == ([1], 1, 0.5, most)
+        assert "row 0, new token 1: " in out and "5/6" not in out and "1/6 tokens, rows 0/1" in out
+        forced = "row 0, of the 4 tokens after it, with transformers' forced onto the row's own, "
+        later = f"{forced}1 different, most of all new token 4: "
+        assert (later in out) is passes and (f"error: {later}" in err) is not passes
+        raw = read_raw(run / "raw.jsonl")[row.raw_sha256 or ""]
+        assert list(different(row, raw)) == [] and len(raw["differences"]) == len(raw["noise"]) == 2
 
 
 def test_the_noise_is_that_of_transformers_in_bfloat16(folder: Path, tmp_path: Path) -> None:
@@ -290,13 +314,42 @@ def test_the_oracle_names_the_first_difference_and_its_margin(folder: Path) -> N
     right = greedy_decode(GEOMETRY, source().tensor, prompt, 8)
     for oracle in (GreedyOracle(model), reference_oracle(model)):
         assert oracle.decode(prompt, 8, ()) == right
-        assert oracle.compare(2, prompt, right, ()) is None
+        assert oracle.compare(2, prompt, right, ()) == []
         wrong = [*right[:5], (right[5] + 1) % GEOMETRY.vocab, *right[6:]]
-        found = oracle.compare(2, prompt, wrong, ())
-        assert found is not None and (found.row, found.index, found.got, found.expected) == (2, 5, wrong[5], right[5])
+        found, *_ = oracle.compare(2, prompt, wrong, ())
+        assert (found.row, found.index, found.got, found.expected) == (2, 5, wrong[5], right[5])
         assert 0 < found.margin < 10
-        early = oracle.compare(0, prompt, right, [right[3]])  # the oracle stops at what it takes for the end
-        assert early is not None and early.expected is None
+        (early,) = oracle.compare(0, prompt, right, [right[3]])  # the oracle stops at what it takes for the end
+        assert early.expected is None and early.index == 4
+
+
+def test_after_its_first_difference_a_row_is_followed_on_its_own_tokens(folder: Path) -> None:
+    """What is decoded rightly after a wrong token is no difference, and a second wrong one is; nor is what follows an
+    end counted token by token."""
+    model = Model(source(), folder, load_tokenizer(folder))
+    prompt = list(range(40, 110))
+
+    def right(tokens: list[int]) -> int:
+        return greedy_decode(GEOMETRY, source().tensor, [*prompt, *tokens], 1)[0]
+
+    def decoded(wrong: set[int]) -> list[int]:
+        """Greedily, but for these places."""
+        tokens: list[int] = []
+        for index in range(8):
+            tokens.append((right(tokens) + (index in wrong)) % GEOMETRY.vocab)
+        return tokens
+
+    for oracle in (GreedyOracle(model), reference_oracle(model)):
+        for wrong in ({2}, {2, 3}, {0, 4, 7}):
+            tokens = decoded(wrong)
+            found = oracle.compare(1, prompt, tokens, ())
+            assert {d.index for d in found} == wrong and all(d.margin > 0 for d in found)
+            assert [(d.row, d.got, d.expected) for d in found] == [
+                (1, tokens[d.index], right(tokens[: d.index])) for d in found
+            ]
+        tokens = decoded({2, 5})
+        found = oracle.compare(1, prompt, tokens, [tokens[3]])  # and goes on after its end
+        assert [(d.index, d.expected is None) for d in found] == [(2, False), (4, True)]
 
 
 def reference_oracle(model: Model) -> GreedyOracle:

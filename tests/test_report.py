@@ -175,6 +175,44 @@ def test_a_baseline_stands_beside_the_kernel_in_its_own_colour(repository: Path)
     assert sum(name.startswith("floor") for name in colours) == 2
 
 
+def swept() -> list[Kept]:
+    """Rows of a sweep by both engines, vLLM's the newer ones and twice as slow; a step takes a microsecond a key."""
+    base = next(of for of in KEPT if "context_sweep" in (of.row.experiment, of.run))
+    found = []
+    for engine, context, batch in itertools.product(("cuda", "vllm"), (1024, 8192), (1, 8)):
+        ms = context * batch * 1e-3 * (1 + (engine == "vllm"))
+        fields = {"engine": engine, "batch": batch, "context": [context] * batch, "tokens_per_s": batch / ms * 1e3}
+        times = {"p50_ms": ms, "p10_ms": ms * 0.9, "p90_ms": ms * 1.2, "bytes_per_step": 1e6, "pct_nominal": 50.0}
+        row = dataclasses.replace(base.row, **fields, **times, time=f"2030-01-01T00:00:0{len(found)}+00:00")  # type: ignore[arg-type]
+        found.append(dataclasses.replace(base, row=row, place=f"h200/sweep/rows.jsonl:{len(found) + 1}"))
+    return found
+
+
+def test_a_sweep_is_drawn_in_time_and_throughput_with_the_baseline_beside_the_kernel() -> None:
+    (chart,) = [chart for chart in charts(swept()) if chart.name == "decode_context"]
+    assert len(chart.rows) == 8 and "baseline yet" not in chart.says
+    colours = dict(drawn_lines(chart))
+    assert [name for name in colours if name.startswith("floor")] == ["floor, a batch each"]
+    for batch in (1, 8):
+        assert colours[f"kernel, batch {batch}"] == to_hex(palette.ENGINE["cuda"])
+        assert colours[f"vLLM, batch {batch}"] == to_hex(palette.ENGINE["vllm"])
+    figure = Figure()
+    chart.draw(figure)
+    rates = {str(bars.get_label()): bars.lines[0].get_ydata() for bars in figure.axes[1].containers}  # type: ignore[attr-defined]
+    assert list(rates["vLLM, batch 8"]) == pytest.approx([1e6 / 2 / 1024, 1e6 / 2 / 8192])
+    assert list(rates["kernel, batch 1"]) == pytest.approx([1e6 / 1024, 1e6 / 8192])
+    assert "baseline yet" in CHARTS["decode_context"].says  # of the kernel alone
+
+
+def test_the_readmes_sweep_is_of_the_kernel_at_batch_1() -> None:
+    """Whatever else a sweep measured, and later."""
+    assert list(PHRASES["context_sweep"](swept())) == [
+        "1.02 ms a step at 1K",
+        "8.19 at 8K",
+        "50 to 50 % of the floor's speed",
+    ]
+
+
 def drawn_lines(chart: Chart) -> list[tuple[str, str]]:
     """(label, colour) of what the first panel's legend has."""
     figure = Figure()

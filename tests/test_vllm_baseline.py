@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from experiments import accuracy_vllm, decode_throughput, vllm_decode, vllm_serve
+from evals.served import fetch
+from experiments import accuracy_vllm, decode_throughput, server_process, vllm_decode, vllm_rows, vllm_serve
 from experiments.baselines import vllm_process as vllm
 from experiments.baselines.vllm_extension import distinct_by_layer, register_uniform, uniform_distinct
 from experiments.server_process import vllm_server
@@ -39,14 +42,12 @@ def config(*more: str) -> Config:
     return load_config(["experiment=vllm_decode", *nano, *SMALL, *more])
 
 
-def spec(routing: str = "uniform", batches: tuple[int, ...] = (1, 2)) -> vllm.Spec:
-    return vllm.Spec(NANO_GEOMETRY, routing, list(batches), [64], 24, 4, seed=0, qk_scale=1.0, kv_std=0.01)
-
-
-def measured(tmp_path: Path, *more: str) -> vllm.Measured:
+def measured(tmp_path: Path, *more: str, cases: Sequence[tuple[int, int]] = ((64, 1), (64, 2))) -> vllm.Measured:
+    """cases: (context, batch) each."""
     options = config(*more).baseline.vllm
     assert options is not None
-    return vllm.measure(options, spec(), tmp_path / "vllm", "triton")
+    spec = vllm.Spec(NANO_GEOMETRY, "uniform", list(cases), 24, 4, seed=0, qk_scale=1.0, kv_std=0.01)
+    return vllm.measure(options, spec, tmp_path / "vllm", "triton")
 
 
 def test_the_script_times_every_batch_and_counts_its_experts(tmp_path: Path) -> None:
@@ -107,8 +108,21 @@ def test_an_engine_that_does_not_start_is_an_error_with_the_end_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM", "dies")
-    with pytest.raises(MkError, match=r"vLLM 0\.0\.1 measured nothing: exit status 1 .*no kernel image is available"):
+    log = re.escape(str(tmp_path / "vllm" / "log.txt"))
+    said = rf"vLLM 0\.0\.1 measured nothing: exit status 1, its log {log} ends: .*no kernel image is available"
+    with pytest.raises(MkError, match=said):
         measured(tmp_path)
+
+
+def test_one_that_dies_on_the_way_keeps_what_it_measured_and_names_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "falls")
+    found = measured(tmp_path)
+    assert [case.batch for case in found.cases] == [1]
+    (error,) = found.errors
+    assert error.startswith(f"exit status 3, its log {tmp_path / 'vllm' / 'log.txt'} ends: ")
+    assert error.endswith("CUDA error: an illegal memory access")
 
 
 def test_one_that_hangs_is_ended(tmp_path: Path) -> None:
@@ -164,7 +178,7 @@ def test_only_without_a_configured_one_vllm_is_missing() -> None:
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
-        ("stalls", "batch 2, context 64: ValueError: a sequence of 2 sat out some of 16 steps"),
+        ("stalls", "batch 2, context 64: ValueError: a sequence of 2 sat out a step after 7 of all"),
         ("stops", "batch 2, context 64: ValueError: 11 timed steps of all 2 sequences, not 24"),
     ],
 )
@@ -180,9 +194,39 @@ def test_steps_that_are_not_those_asked_for_are_a_failure(
 def test_an_engine_that_begins_with_the_first_sequence_loses_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor where prompts are so long that the first one is far ahead before the last is there."""
     monkeypatch.setenv("FAKE_VLLM", "begins")
-    found = measured(tmp_path)
-    assert not found.errors and [len(case.step_ms) for case in found.cases] == [72, 72]
+    found = measured(tmp_path, "baseline=vllm_synthetic", cases=[(64, 1), (64, 2), (17_000, 2)])
+    assert not found.errors and [len(case.step_ms) for case in found.cases] == [72, 72, 72]
+
+
+@pytest.mark.parametrize("kv", ["vllm", "vllm_synthetic"])
+def test_one_started_engine_measures_every_context_and_batch(kv: str, tmp_path: Path) -> None:
+    cases = [(40, 1), (40, 3), (90, 2)]
+    found = measured(tmp_path, f"baseline={kv}", cases=cases)
+    assert not found.errors and not found.absent
+    assert [(case.context, case.batch) for case in found.cases] == cases
+    assert all(len(case.step_ms) == 72 and case.experts_by_layer for case in found.cases)
+    lines = (tmp_path / "vllm" / "results.jsonl").read_text().splitlines()
+    assert sum(json.loads(line)["case"] == "started" for line in lines) == 1
+
+
+def test_a_case_that_the_engine_has_no_room_for_is_absent_and_the_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "small")  # room for 200 keys: two sequences of 86, neither three nor two of 126
+    found = measured(tmp_path, cases=[(64, 2), (64, 3), (104, 1), (104, 2), (64, 1)])
+    assert not found.errors and [(case.context, case.batch) for case in found.cases] == [(64, 2), (104, 1), (64, 1)]
+    (three, long) = found.absent
+    assert three.startswith("batch 3, context 64: never all 3 sequences at a time")
+    assert long.startswith("batch 2, context 104: never all 2")
+    assert all(case.experts_by_layer for case in found.cases)
+
+
+def test_where_there_is_room_for_no_case_that_is_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "small")
+    with pytest.raises(MkError, match="measured nothing: batch 3, context 64: never all 3 sequences at a time"):
+        measured(tmp_path, cases=[(64, 3)])
 
 
 def test_uniform_ids_are_distinct_in_a_row_and_fresh() -> None:
@@ -304,9 +348,9 @@ def test_a_vllm_that_fails_fails_the_run_but_not_the_kernels_rows(
 
 def test_a_row_that_two_ways_of_timing_disagree_on_is_unstable() -> None:
     steady = [1.0] * 9 + [1.01]
-    assert vllm_decode.unstable(steady, 1.02) is None
-    assert vllm_decode.unstable(steady, 0.5) == "TPOT by difference is -50% off p50"
-    assert vllm_decode.unstable([1.0] * 8 + [1.5] * 2, 1.02) == "p90 is 1.50 x p10"
+    assert vllm_rows.unstable(steady, 1.02) is None
+    assert vllm_rows.unstable(steady, 0.5) == "TPOT by difference is -50% off p50"
+    assert vllm_rows.unstable([1.0] * 8 + [1.5] * 2, 1.02) == "p90 is 1.50 x p10"
 
 
 def test_its_server_is_started_with_what_ours_would_have(tmp_path: Path) -> None:
@@ -353,6 +397,20 @@ def test_both_servers_are_asked_the_same(committed: Path, tmp_path: Path, capsys
 def test_a_server_that_does_not_start_is_told_by_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_VLLM", "dies")
     job = load_config(["experiment=vllm_serve", f"baseline.vllm.site={SITE}"])
-    with pytest.raises(MkError, match="ended with status 1: .* no card"):  # noqa: SIM117
+    with pytest.raises(MkError, match=rf"ended with status 1: its log {tmp_path / 'log'} ends: .* no card"):  # noqa: SIM117
         with vllm_server(job, tmp_path / "log"):
             pass
+
+
+@pytest.mark.parametrize("falls", [True, False])
+def test_a_server_that_dies_while_it_is_asked_is_told_by_its_log_and_one_that_lives_is_not(
+    falls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "falls" if falls else "")
+    monkeypatch.setattr(server_process, "DYING_S", 10.0 if falls else 0.1)
+    job = load_config(["experiment=vllm_serve", f"baseline.vllm.site={SITE}"])
+    with pytest.raises(MkError) as caught, vllm_server(job, tmp_path / "log") as running:
+        fetch(f"{running.base_url}/completions", {"seed": 1} if falls else {}, 20)
+    died = f"vLLM's server ended with status 3 while it was asked: its log {tmp_path / 'log'} ends: "
+    assert str(caught.value).startswith(died) == falls
+    assert ("an illegal memory access" if falls else "does not answer") in str(caught.value)

@@ -6,23 +6,22 @@ Neither its site folder nor ours is on the other's path: `baseline.vllm.python` 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from experiments.baselines import vllm_bench
 from experiments.baselines.vllm_extension import UNIFORM
+from experiments.child_process import log_end, started
 from mk.config import VllmConfig
 from mk.errors import MkError
 from mk.model.geometry import Geometry
@@ -47,8 +46,7 @@ class Spec:
 
     geometry: Geometry
     routing: str
-    batches: list[int]
-    contexts: list[int]
+    cases: list[tuple[int, int]]  # (context, batch) each, in this order
     steps: int
     warmup: int
     seed: int
@@ -69,7 +67,8 @@ class Case:
 
 @dataclass
 class Measured:
-    """resolved: fields of `Row` that say what the engine settled on. lines: of its log, those that say so."""
+    """resolved: fields of `Row` that say what the engine settled on. lines: of its log, those that say so. absent: of
+    each case that it had no room for, why."""
 
     version: str
     same_weights: bool
@@ -77,6 +76,7 @@ class Measured:
     cases: list[Case]
     lines: list[str]
     errors: list[str]
+    absent: list[str] = field(default_factory=list)
     card: dict[str, str | None] = field(default_factory=dict)  # clocks, power and temperature before and after
 
 
@@ -171,10 +171,10 @@ def measure(config: VllmConfig, spec: Spec, folder: Path, moe_backend: str) -> M
     measured = read(found, lines, version)
     measured.card = {"before": before, "after": card_state()}
     if ended:
-        measured.errors.append(ended)
+        measured.errors.append(f"{ended}, {log_end(log)}")
     if not measured.cases:
-        end = " | ".join(line.strip() for line in lines[-5:])
-        raise MkError(f"vLLM {version} measured nothing: {'; '.join(measured.errors)} {end}"[:1000])
+        why = "; ".join([*measured.errors, *measured.absent])
+        raise MkError(f"vLLM {version} measured nothing: {why}" + f"; {log_end(log)}" * (ended is None))
     return measured
 
 
@@ -201,27 +201,6 @@ def _run(command: list[str], env: dict[str, str], log: Path, timeout_s: int) -> 
     return ended
 
 
-@contextlib.contextmanager
-def started(
-    command: list[str], env: Mapping[str, str], log: Path, stop_s: float = 0.0
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that writes to `log`, with `stop_s` seconds to end by itself. Whatever it started ends with it."""
-    with log.open("w") as file:
-        process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        yield process
-    finally:
-        try:
-            if stop_s:
-                process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(stop_s)
-        finally:  # also where a second interrupt ends the wait
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # vLLM's engine has a process of its own
-            process.wait()
-
-
 def read(results: list[dict[str, Any]], log: list[str], version: str) -> Measured:
     """results: of `vllm_bench.py`. What its worker says of itself goes before what the log said on the way."""
     resolved, lines = parse_log(log)
@@ -240,8 +219,9 @@ def read(results: list[dict[str, Any]], log: list[str], version: str) -> Measure
             cases[key] = Case(*key, one["step_ms"], one["tpot_ms"])
         elif case == "experts" and key in cases:
             cases[key].experts_by_layer = one["by_layer"]
-        elif case == "failed":
-            measured.errors.append(f"batch {key[0]}, context {key[1]}: {one['error']}")
+        elif case in ("failed", "absent"):
+            said = measured.errors if case == "failed" else measured.absent
+            said.append(f"batch {key[0]}, context {key[1]}: {one['error']}")
     measured.cases = list(cases.values())
     return measured
 

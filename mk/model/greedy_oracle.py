@@ -23,13 +23,12 @@ _LARGEST = 4 << 30  # bytes of float32 weights that transformers is given
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first token of a row that the oracle chose otherwise."""
+    """A token of a row that the oracle chooses otherwise after the row's own tokens before it."""
 
     row: int
     index: int  # among the new tokens
-    got: int | None  # None: the row ended before the oracle's
-    expected: int | None
-    oracle: list[int]  # its tokens, as many as the row has at most
+    got: int
+    expected: int | None  # None: the oracle's ended before
     margin: float  # that the oracle's token there is above the other, in float32 logits; above its second, at an end
 
 
@@ -64,17 +63,26 @@ class GreedyOracle:
         tokens: list[int] = out[0, len(prompt) :].tolist()
         return tokens
 
-    def compare(self, row: int, prompt: Sequence[int], tokens: Sequence[int], eos: Sequence[int]) -> Divergence | None:
-        """Where `tokens`, decoded after `prompt`, leave the oracle's; None if nowhere."""
+    def compare(self, row: int, prompt: Sequence[int], tokens: Sequence[int], eos: Sequence[int]) -> list[Divergence]:
+        """Where `tokens`, decoded after `prompt`, are not the oracle's, in order; nowhere if they are its decode.
+
+        After the first difference the oracle goes on from the row's own tokens: a later one is not the first's doing.
+        What stands behind an end is one difference.
+        """
         expected = self.decode(prompt, len(tokens), eos)
-        for index in range(max(len(tokens), len(expected))):
-            got = tokens[index] if index < len(tokens) else None
-            wanted = expected[index] if index < len(expected) else None
+        first = next((n for n, token in enumerate(tokens) if n >= len(expected) or token != expected[n]), None)
+        if first is None:
+            return []
+        found: list[Divergence] = []
+        for index, logits in enumerate(self._forced(prompt, tokens)[first:], first):
+            got, ended = tokens[index], index > 0 and tokens[index - 1] in eos
+            best = logits.topk(2)
+            if ended:
+                return [*found, Divergence(row, index, got, None, float(best.values[0] - best.values[1]))]
+            wanted = expected[index] if index == first else int(best.indices[0])
             if got != wanted:
-                return Divergence(
-                    row, index, got, wanted, expected, self._margin([*prompt, *expected[:index]], got, wanted)
-                )
-        return None
+                found.append(Divergence(row, index, got, wanted, float(logits[wanted] - logits[got])))
+        return found
 
     @torch.no_grad()
     def noise(self, prompt: Sequence[int], tokens: Sequence[int]) -> float:
@@ -92,17 +100,15 @@ class GreedyOracle:
         return float((margins[0] - margins[1]).abs().max())
 
     @torch.no_grad()
-    def _margin(self, context: list[int], got: int | None, wanted: int | None) -> float:
+    def _forced(self, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+        """float32 logits [tokens, vocab] that each of `tokens` was to be chosen from, after those before it."""
+        ids = torch.tensor([*prompt, *tokens[:-1]])
         if self._theirs is not None:
-            logits = self._theirs(torch.tensor([context])).logits[0, -1]
+            logits: torch.Tensor = self._theirs(ids[None], logits_to_keep=len(tokens)).logits[0]
         else:
             source = self._model.source
-            logits = reference_forward(source.geometry, source.tensor, torch.tensor(context), keep=1)[0]
-        logits = logits.float()
-        if got is not None and wanted is not None:
-            return float(logits[wanted] - logits[got])
-        first, second = logits.topk(2).values.tolist()
-        return float(first - second)
+            logits = reference_forward(source.geometry, source.tensor, ids, keep=len(tokens))
+        return logits.float()
 
 
 def _transformers_model(model: Model) -> Any:

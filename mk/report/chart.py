@@ -155,7 +155,7 @@ def legend(axes: Axes, where: Literal["upper left", "lower right"]) -> None:
 def legend_below(figure: Figure, axes: Axes) -> None:
     """The one of a panel, for all panels."""
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), fontsize=8, frameon=False)
 
 
 def drawn(value: float | None) -> float:

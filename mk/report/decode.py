@@ -21,6 +21,7 @@ from mk.report.chart import (
     Column,
     floor,
     legend,
+    legend_below,
     line,
     panels,
     powers,
@@ -58,23 +59,26 @@ def _against_batch(rows: Sequence[Kept]) -> Iterator[Chart]:
         counts = [of.row.context[0] for of in mine]
         keys = max(sorted(set(counts)), key=counts.count)
         mine = [of for of in mine if set(of.row.context) == {keys}]
-        baseline = "" if any(of.row.engine != "cuda" for of in mine) else " No kept row is of a baseline yet."
         yield Chart(
             f"decode_batch_{routing}",
             f"Decode against batch: {keys:,} keys a row, {routing} routing",
             "A whole step, sampling and token feedback included. Points are medians, bars p10 to p90 of the steps; "
-            "floors are the bytes of the experts that were touched at the card's bandwidth." + baseline,
+            "floors are the bytes of the experts that were touched at the card's bandwidth." + _without_baseline(mine),
             mine,
             (*COLUMNS, Column("tokens_per_s", "tokens/s", 0), *SHARE, *RATIOS),
             lambda figure, mine=mine: _draw_batch(figure, mine),  # type: ignore[misc]
         )
 
 
+def _without_baseline(rows: Sequence[Kept]) -> str:
+    return "" if any(of.row.engine != "cuda" for of in rows) else " No kept row is of a baseline yet."
+
+
 def _draw_batch(figure: Figure, rows: Sequence[Kept]) -> None:
     times, rates = panels(figure, "time of a step", "throughput")
     for name, colour, own, marker in _series(rows):
         ms = [(of.row.batch, *spread(of)) for of in own]
-        rate = [(x, 1e3 * x / p50, 1e3 * x / p90, 1e3 * x / p10) for x, p50, p10, p90 in ms]
+        rate = [_rate(of.row.batch, of.row.batch, *spread(of)) for of in own]
         for axes, points in ((times, ms), (rates, rate)):
             line(axes, points, colour, name, marker=marker)
     for name, style in (("nominal", "--"), ("measured", ":")):
@@ -123,29 +127,39 @@ def _against_context(rows: Sequence[Kept]) -> Iterator[Chart]:
         yield Chart(
             "decode_context",
             "A decode step against context",
-            "Points are medians, bars p10 to p90 of the steps; dashed: the bytes at the card's nominal bandwidth.",
+            "Points are medians, bars p10 to p90 of the steps; dashed: the bytes at the card's nominal bandwidth. A "
+            "colour is an engine, a marker a batch." + _without_baseline(mine),
             mine,
-            (ENGINE, BATCH, CONTEXT, *TIMES, *SHARE),
+            (ENGINE, BATCH, CONTEXT, *TIMES, Column("tokens_per_s", "tokens/s", 0), *SHARE, *RATIOS),
             lambda figure: _draw_context(figure, mine),
-            (9.0, 3.8),
+            (9.0, 4.2),
         )
 
 
 def _draw_context(figure: Figure, rows: Sequence[Kept]) -> None:
-    (axes,) = panels(figure, "time of a step")
+    times, rates = panels(figure, "time of a step", "throughput")
     markers = {batch: "osD^v"[i % 5] for i, batch in enumerate(sorted({of.row.batch for of in rows}))}
     for engine, batch in sorted({(of.row.engine, of.row.batch) for of in rows}):
         own = [of for of in rows if (of.row.engine, of.row.batch) == (engine, batch)]
-        colour = palette.colour(palette.ENGINE, engine)
-        points = [(of.row.context[0], *spread(of)) for of in own]
-        line(axes, points, colour, f"{NAMES.get(engine, engine)}, batch {batch}", marker=markers[batch])
-        at = [(of.row.context[0], ms) for of in own if (ms := _floor_ms(of.row, "nominal")) is not None]
+        colour, name = palette.colour(palette.ENGINE, engine), f"{NAMES.get(engine, engine)}, batch {batch}"
+        ms = [(of.row.context[0], *spread(of)) for of in own]
+        line(times, ms, colour, name, marker=markers[batch])
+        line(rates, [_rate(batch, *point) for point in ms], colour, name, marker=markers[batch])
+        at = [(of.row.context[0], least) for of in own if (least := _floor_ms(of.row, "nominal")) is not None]
         if engine == "cuda":
-            floor(axes, at, palette.BOUND["nominal"], f"floor, batch {batch}")
-    powers(axes, [of.row.context[0] for of in rows], "keys a row")
-    axes.set_ylabel("ms")
-    axes.set_ylim(bottom=0)
-    legend(axes, "upper left")
+            named = "floor, a batch each" if batch == min(markers) else "_"  # once in the legend
+            floor(times, at, palette.BOUND["nominal"], named)
+            floor(rates, [(x, 1e3 * batch / least) for x, least in at], palette.BOUND["nominal"], named)
+    for axes, unit in ((times, "ms"), (rates, "tokens/s, all rows together")):
+        powers(axes, [of.row.context[0] for of in rows], "keys a row")
+        axes.set_ylabel(unit)
+        axes.set_ylim(bottom=0)
+    legend_below(figure, times)
+
+
+def _rate(batch: int, x: float, p50: float, p10: float, p90: float) -> tuple[float, float, float, float]:
+    """Tokens a second of all rows, from milliseconds of a step: (x, median, low, high)."""
+    return x, 1e3 * batch / p50, 1e3 * batch / p90, 1e3 * batch / p10
 
 
 LAYER = "A layer's share of a step, by cause"

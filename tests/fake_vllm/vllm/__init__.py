@@ -1,8 +1,9 @@
 """A stand-in for vLLM on a CPU: what `vllm_bench.py` and `vllm_extension.py` touch of it, and no model.
 
 A step takes a millisecond times the batch. `FAKE_VLLM=no_count` has routers that call nobody, `other_names` a model
-that loads other tensors, `dies` an engine that does not start; with more than one sequence `begins` has the first one a
-few steps ahead, `stalls` has the last one sit out a step in the midst, `stops` ends it early.
+that loads other tensors, `dies` an engine that does not start, `small` one whose KV holds `ROOM` keys; with more than
+one sequence `begins` has the first one some steps ahead, one more for each 8,192 tokens of a prompt, `stalls` has the
+last one sit out a step in the midst, `stops` ends it early, `falls` ends the process.
 """
 
 from __future__ import annotations
@@ -18,6 +19,13 @@ from torch import nn
 
 __version__ = "0.0.1"
 MODE = os.environ.get("FAKE_VLLM", "")
+ROOM = 200
+
+
+@dataclass
+class Output:
+    request_id: str
+    finished: bool
 
 
 @dataclass
@@ -70,6 +78,10 @@ class LLM:
         if MODE == "dies":
             raise RuntimeError("no kernel image is available")
         self.geometry = Geometry.from_hf_config(arguments["model"])
+        self.longest = arguments["max_model_len"]
+        self.sizes = arguments["compilation_config"]["cudagraph_capture_sizes"]
+        connector = arguments.get("kv_transfer_config", {}).get("kv_connector")
+        assert connector == (None if arguments["enable_prefix_caching"] else "DecodeBenchConnector")
         compilation = SimpleNamespace(
             cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE"),
             mode=SimpleNamespace(name="VLLM_COMPILE"),
@@ -80,7 +92,7 @@ class LLM:
         worker = type("Worker", (vllm_extension.Extension,), {"get_model": lambda _: self.model})()
         worker.model_runner = SimpleNamespace(cudagraph_dispatcher=self.dispatcher)
         worker.vllm_config = SimpleNamespace(compilation_config=compilation)
-        self.worker, self.waiting = worker, {}
+        self.worker, self.waiting, self.keys = worker, {}, {}
         self.llm_engine = self
         backends = "out of potential backends: (...)."
         for line in (
@@ -97,28 +109,44 @@ class LLM:
 
     # ---- the engine ----
     def add_request(self, name: str, prompt: dict, sampling: SamplingParams) -> None:
-        assert all(0 <= token < self.geometry.vocab for token in prompt["prompt_token_ids"])
+        ids = prompt["prompt_token_ids"]
+        assert all(0 <= token < self.geometry.vocab for token in ids)
+        assert len(ids) + sampling.max_tokens <= self.longest
         self.waiting[name], self.paired = sampling.max_tokens, 0
+        assert len(self.waiting) <= max(self.sizes)
+        self.keys[name], self.ahead = len(ids) + sampling.max_tokens, 7 + len(ids) // 8192
+
+    def abort_request(self, names: list[str]) -> None:
+        self.waiting = {name: left for name, left in self.waiting.items() if name not in names}
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.waiting)
 
-    def step(self) -> list[str]:
-        batch = len(self.waiting)
+    def step(self) -> list[Output]:
+        names, keys = [], 0
+        for name in self.waiting:
+            keys += self.keys[name]
+            if MODE == "small" and keys > ROOM:
+                break
+            names.append(name)
+        batch = len(names)
         time.sleep(0.001 * batch)
         if not self.dispatcher.keys_initialized and MODE != "no_count":
             for layer in self.model.layers:
                 g = self.geometry
                 layer.router.capture(torch.rand(batch, g.experts).topk(g.top_k).indices)
-        names = list(self.waiting)
+        stopped = None
         if batch > 1:
             self.paired += 1
-            if MODE == "begins" and self.paired <= 3:
+            if MODE == "falls":
+                print("CUDA error: an illegal memory access", flush=True)
+                os._exit(3)
+            if MODE == "begins" and self.paired <= self.ahead:
                 names = names[:1]
             if MODE == "stalls" and self.paired == 8:
                 names = names[:-1]
             if MODE == "stops" and self.paired == 16:
-                del self.waiting[names[-1]]
-        left = {name: left - (name in names) for name, left in self.waiting.items()}
+                stopped = names[-1]
+        left = {name: 0 if name == stopped else left - (name in names) for name, left in self.waiting.items()}
         self.waiting = {name: count for name, count in left.items() if count > 0}
-        return names
+        return [Output(name, name not in self.waiting) for name in names]

@@ -1,8 +1,8 @@
 """In the place of vLLM's server: says what it was started with and, where its port is not 1, answers completions.
 
 It counts what it answered under vLLM's name, streams a token each millisecond, and lets its worker be called where
-vLLM does. `FAKE_VLLM=dies` ends it at once, `short` has it generate a token less than it was asked for, `alike` a
-worker that cannot take the weights.
+vLLM does. `FAKE_VLLM=dies` ends it at once, `falls` at the first request, `short` has it generate a token less than it
+was asked for, `alike` a worker that cannot take the weights.
 """
 
 import json
@@ -31,6 +31,9 @@ class Server(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/collective_rpc":
             return self.call(asked)
+        if MODE == "falls":
+            print("CUDA error: an illegal memory access", flush=True)
+            os._exit(3)
         Server.answered += 1
         if asked.get("stream"):
             return self.stream(asked)
