@@ -6,23 +6,22 @@ Neither its site folder nor ours is on the other's path: `baseline.vllm.python` 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from experiments.baselines import vllm_bench
 from experiments.baselines.vllm_extension import UNIFORM
+from experiments.processes import started
 from mk.config import VllmConfig
 from mk.errors import MkError
 from mk.model.geometry import Geometry
@@ -199,27 +198,6 @@ def _run(command: list[str], env: dict[str, str], log: Path, timeout_s: int) -> 
             ended = f"stopped after {timeout_s} s"
     time.sleep(0.1)  # the card's memory comes back a moment after the last process
     return ended
-
-
-@contextlib.contextmanager
-def started(
-    command: list[str], env: Mapping[str, str], log: Path, stop_s: float = 0.0
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that writes to `log`, with `stop_s` seconds to end by itself. Whatever it started ends with it."""
-    with log.open("w") as file:
-        process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        yield process
-    finally:
-        try:
-            if stop_s:
-                process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(stop_s)
-        finally:  # also where a second interrupt ends the wait
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # vLLM's engine has a process of its own
-            process.wait()
 
 
 def read(results: list[dict[str, Any]], log: list[str], version: str) -> Measured:
