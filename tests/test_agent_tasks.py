@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from experiments.agents.figures import figures, raw_task
 from experiments.agents.task import Task, diff, score
 from experiments.agents.trace import Trace
 from experiments.load_client import Answer
+from experiments.processes import at_home, run_within
 from experiments.settings import TASKS
 from mk.compose import load_config
 from mk.engine.scripted import Reply
@@ -29,6 +31,7 @@ from mk.rows import Row, read_raw, read_rows
 from tests.agent_tasks import ASKED, RANGES, SOLVED
 from tests.promotion import committed, folder_of, no, repository, require_kept
 from tests.server_rig import Served, serving, thought
+from tests.test_serving_load import SITE
 
 __all__ = ["committed", "repository"]
 
@@ -180,6 +183,21 @@ def test_tasks_are_tried_over_our_server_and_their_rows_are_kept(
     require_kept(committed, folder, **edits)
 
 
+def test_an_agent_is_tried_over_vllm_too_with_its_parsers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "parsers")
+    (tmp_path / "script.json").write_text(json.dumps([{"when": FIRST, "say": orders(write("ranges.py", RANGES))}]))
+    both = ["baseline=vllm", f"baseline.vllm.site={SITE}", "engine=scripted", f"run_dir={tmp_path / 'runs'}"]
+    assert agent_trial.main(load_config([*SMALL, *both, f"engine.script={tmp_path / 'script.json'}", ONE])) == 0
+    folder = folder_of(tmp_path / "runs")
+    ours, theirs = read_rows(folder / "rows.jsonl")
+    assert (ours.engine, ours.success, theirs.engine, theirs.success) == ("scripted", True, "vllm", False)
+    assert theirs.usage_completion_tokens == 500 and theirs.hit_tokens == 1 and theirs.ratio is None and theirs.version
+    assert (folder / "transcripts" / "vllm-write_ranges" / "requests.jsonl").exists()
+    assert "over vllm: 0 of 1 tasks" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("agent", programs.PROGRAMS)
 def test_every_agent_is_told_the_server_and_the_prompt(agent: str, tmp_path: Path) -> None:
     with served((FIRST, orders(write("ranges.py", RANGES)))) as running:
@@ -327,6 +345,18 @@ def test_a_server_that_refuses_is_the_agents_to_deal_with(tmp_path: Path) -> Non
     _, asked = transcript(folder, "served-write_ranges")
     assert [turn["status"] for turn in asked] == [200, 400] and "context" in asked[1]["error"]
     assert (status, row.turns, row.answers, row.ended) == (0, 2, 1, "status 1")
+
+
+def test_what_ends_the_wait_ends_the_program(tmp_path: Path) -> None:
+    def look() -> None:
+        if (tmp_path / "child").exists():
+            raise KeyboardInterrupt
+
+    detached = "import os, time; os.setsid(); open('child', 'w').write(str(os.getpid())); time.sleep(600)"
+    command = [sys.executable, "-c", f"import os, time\nif os.fork() == 0:\n exec({detached!r})\ntime.sleep(600)"]
+    with pytest.raises(KeyboardInterrupt):
+        run_within(30, command, {"HOME": str(tmp_path)}, tmp_path / "log", tmp_path, look)
+    assert at_home(str(tmp_path)) == [] and not runs(int((tmp_path / "child").read_text() or "1000000"))
 
 
 # ---- the proxy ----

@@ -34,7 +34,7 @@ def raw_task(exchanges: Sequence[Exchange], ended: str, wall_s: float, test: dic
 def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
     """turns: requests to the model, of which `refused` had another status than 200, or none. tokens, prompt_tokens,
     cached: of the answers that came to their end; cached is null where the server does not say. timeline: of those that
-    were streamed and counted. test: how many tests of the task ran and failed, null where they did not end."""
+    were streamed and counted. test: of `scoring.py`, null where it did not come to its end."""
     test, said = raw["test"], [cached for cached in raw["cached"] if cached is not None]
     found: dict[str, Any] = {
         "success": test is not None and test["ran"] > 0 and test["failed"] == 0,

@@ -112,7 +112,7 @@ class Proxy:
                 *lines, rest = (rest + part).split(b"\n")  # a JSON text may hold other ends of lines
                 if lines:
                     yield b"\n".join([*(exchange.take_line(line, now) for line in lines), b""])
-            yield rest
+            yield exchange.take_line(rest, time.perf_counter())
         except httpx.TransportError as error:
             exchange.error = f"{type(error).__name__}: {error}"
             self.lost.set()

@@ -1,7 +1,7 @@
 """Run a task's own test over the folder that an agent left: `python -I scoring.py TEST`, in that folder.
 
-The last line that it prints is {"ran": tests, "failed": those of them that did not pass}. The folder stands behind the
-standard library on the path, so that no file in there takes the place of one of its modules.
+The last line that it prints is {"ran": tests, "failed": what did not pass in them, each subtest alone}. The folder
+stands behind the standard library on the path, so that no file in there takes the place of one of its modules.
 """
 
 from __future__ import annotations
