@@ -170,7 +170,7 @@ class Row:
     # are; replay: a recorded conversation, the workload, turn by turn
     agent_version: str | None = None  # as it says itself
     success: bool | None = None  # whether the task's own test passes over what it left
-    turns: int | None = None  # its requests to the model; `answers` of them came to their end, and were counted
+    turns: int | None = None  # its requests to the model; `answers` of them came to their end
     ended: str | None = None  # how it did: status N, signal N, time limit
     workload: str | None = None  # that a server was loaded with, batch requests in flight; tok_s is by wall_s then
     active_batch: float | None = None  # requests between their first and last token, mean over the time with any

@@ -7,7 +7,8 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -161,7 +162,7 @@ def test_tasks_are_tried_over_our_server_and_their_rows_are_kept(
         ("rename_lookup", False, 1, "status 0"),
     ]
     for row in rows:
-        assert (row.engine, row.agent, row.agent_version) == ("scripted", "opencode", "stand-in 1.0")
+        assert (row.engine, row.agent, row.agent_version) == ("scripted", "opencode", "1.0")
         assert row.answers == row.turns and row.usage_completion_tokens > 5 and row.wall_s > 0
         assert row.ttft_ms and row.itl_p50_ms and row.sampling == "temperature 0" and all(row.checks.values())
     said, asked = transcript(folder, "scripted-write_ranges")
@@ -174,7 +175,7 @@ def test_tasks_are_tried_over_our_server_and_their_rows_are_kept(
     assert "+def parse_ranges(text):" in (folder / "transcripts/scripted-write_ranges/final.diff").read_text()
     assert "OK" in (folder / "transcripts/scripted-write_ranges/test.log").read_text()
     assert (folder / "transcripts/scripted-rename_lookup/final.diff").read_text() == ""
-    assert "opencode stand-in 1.0 over scripted: 1 of 3 tasks" in capsys.readouterr().out
+    assert "opencode 1.0 over scripted: 1 of 3 tasks" in capsys.readouterr().out
     trace = Trace.load(folder / "transcripts/scripted-write_ranges/trace.json")
     assert [turn.tokens for turn in trace.turns] == [turn["tokens"] for turn in asked]
     assert trace.bodies(1, 0)[1]["messages"] == asked[1]["request"]["messages"]
@@ -250,6 +251,18 @@ def test_an_agent_that_takes_too_long_is_ended_with_all_it_started(tmp_path: Pat
     assert (status, row.ended, row.success) == (0, "time limit", False) and 2 <= row.wall_s < 10
     assert "a child stays" in transcript(folder, "served-write_ranges")[0]
     assert not runs(child_of(folder))
+
+
+def test_what_an_answer_had_brought_when_it_was_cut_off_is_counted(tmp_path: Path) -> None:
+    def slow(history: Sequence[int]) -> dict[int, float]:
+        time.sleep(0.02)
+        return {20: 30.0}
+
+    with served() as running:
+        running.overrides[""] = slow
+        status, (row,), _ = tried(running.url, tmp_path, ONE, "experiment.limit_s=2")
+    assert (status, row.ended, row.turns, row.answers) == (0, "time limit", 1, 0)
+    assert row.usage_prompt_tokens and 3 < (row.usage_completion_tokens or 0) < 150 and (row.itl_p50_ms or 0) > 15
 
 
 def test_what_an_agent_leaves_behind_is_ended(tmp_path: Path) -> None:
@@ -418,11 +431,12 @@ def test_what_is_not_counted_as_it_comes_or_not_streamed_is_not_timed() -> None:
     reply = {"message": {"content": "So.", "tool_calls": None}, "finish_reason": "stop"}
     plain.take_whole({"choices": [reply], "usage": {"prompt_tokens": 5, "completion_tokens": 4}}, 3.0)
     assert [of.whole for of in (uncounted, broken, failed, plain)] == [True, False, False, True]
-    assert not any(of.timed for of in (uncounted, broken, failed, plain)) and "out of pages" in str(failed.error)
+    assert [of.timed for of in (uncounted, broken, failed, plain)] == [False, True, True, False]
+    assert "out of pages" in str(failed.error)
     raw = json.loads(json.dumps(raw_task([uncounted, broken, failed, plain], "status 0", 1.5, {"ran": 2, "failed": 1})))
     found = figures(Row.__new__(Row), raw)
-    assert (found["turns"], found["answers"], found["usage_completion_tokens"]) == (4, 2, 3 + 4)
-    assert found["usage_prompt_tokens"] == 7 + 5 and not found["success"] and "ttft_ms" not in found
+    assert (found["turns"], found["answers"], found["usage_completion_tokens"]) == (4, 2, 3 + 1 + 1 + 4)
+    assert found["usage_prompt_tokens"] == 7 + 7 + 7 + 5 and not found["success"] and found["ttft_ms"] == 1000.0
     assert "hit_tokens" not in found and found["checks"] == {"was_asked": True, "tokens_counted": True}
 
 

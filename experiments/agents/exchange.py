@@ -28,7 +28,7 @@ class Exchange:
     @property
     def timed(self) -> bool:
         """Whether its arrivals tell when tokens came."""
-        return self.whole and self.answer.counted and bool(self.answer.arrivals)
+        return self.answer.counted and bool(self.answer.arrivals)
 
     def take_line(self, line: bytes, now: float) -> bytes:
         """A line of a stream, as the agent is to see it."""

@@ -100,7 +100,7 @@ def run_agent(cfg: Config, place: Place, prompt: str, told: Path, look: Callable
         said = log.read_text(errors="replace").strip()
         if ended != "status 0":
             raise MkError(f"{program} {' '.join(arguments)}: {ended}: {said[-500:]}", hint=f"agent.program={program}")
-    version = said.splitlines()[-1][:100] if said else "unknown"
+    version = said.split()[-1][:100] if said else "unknown"
     ended, wall_s = run_within(limit_s, [program, *launch.arguments], env, told / "agent.log", place.folder, look)
     look()
     return version, ended, wall_s
