@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mk.errors import MkError
-from mk.validation import check_contexts, require_at_least, require_one_of, require_some_of
+from mk.validation import check_contexts, require_at_least, require_once, require_one_of, require_some_of
 
 TASKS = Path(__file__).resolve().parent / "agents" / "tasks"
 
@@ -386,9 +386,7 @@ class Serving(Servers):
     def __post_init__(self) -> None:
         Servers.__post_init__(self)
         require_some_of("experiment.workloads", self.workloads, ("fixed", "aime"))
-        for workload in self.workloads:
-            if self.workloads.count(workload) > 1:
-                raise MkError(f"experiment.workloads names {workload!r} twice")
+        require_once("experiment.workloads", self.workloads)
         self.fixed.check("experiment.fixed")
         self.aime.check("experiment.aime")
 
@@ -402,6 +400,7 @@ class AgentTrial(Servers):
     def __post_init__(self) -> None:
         Servers.__post_init__(self)
         require_some_of("experiment.tasks", self.tasks, sorted(path.name for path in TASKS.iterdir() if path.is_dir()))
+        require_once("experiment.tasks", self.tasks)
         require_at_least("experiment.limit_s", self.limit_s, 1)
         require_at_least("experiment.warm", self.warm, 0)
 

@@ -317,7 +317,9 @@ def test_an_agent_has_to_be_chosen() -> None:
         agent_trial.main(load_config(["experiment=agent_trial", "agent=none"]))
     with pytest.raises(MkError, match="experiment.tasks=write_novel is not one of") as caught:
         load_config(["experiment=agent_trial", "experiment.tasks=[write_novel]"])
-    assert caught.value.hint is None or "write_ranges" in str(caught.value.hint)
+    assert "write_ranges" in str(caught.value)
+    with pytest.raises(MkError, match="experiment.tasks names 'write_ranges' twice"):
+        load_config(["experiment=agent_trial", "experiment.tasks=[write_ranges,write_ranges]"])
 
 
 @pytest.mark.parametrize("amid", [False, True], ids=["before an answer", "amid one"])
