@@ -9,7 +9,7 @@ VENV := .venv/bin/python
 ASKED := $(if $(filter-out file undefined default,$(origin TORCH) $(origin PIP_ARGS)),--asked)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run serve test test-agents test-browser soak lint eval promote verify-results figures sanitize clean
+.PHONY: help setup run serve test agents test-agents test-browser soak lint eval promote verify-results figures sanitize clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s%s\n", $$1, $$2}' Makefile
@@ -32,10 +32,12 @@ serve: setup ## an OpenAI server: make serve [port=8000] [model=nano, a folder o
 test: setup ## all tests, on every core; those that need a GPU are skipped without one
 	@$(VENV) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
-test-agents: setup ## OpenCode and Cline (npm), Aider, LangChain and lm_eval against the server, with a scripted model
+agents: ## OpenCode and Cline (npm) and Aider in build/agents, for experiment=agent_trial
 	@npm install --no-audit --no-fund --prefix build/agents opencode-ai@1.18.33 cline@3.0.65
 	@test -x build/agents/aider/bin/aider || { $(PYTHON) -m venv build/agents/aider && \
 	build/agents/aider/bin/pip install -q aider-chat==0.86.2; }
+
+test-agents: setup agents ## those, LangChain and lm_eval against the server, with a scripted model
 	@test -x build/agents/langchain/bin/python || { $(PYTHON) -m venv build/agents/langchain && \
 	build/agents/langchain/bin/pip install -q langchain-openai==1.7.4; }
 	@$(VENV) -m pytest tests/test_agents.py tests/test_serving_lm_eval.py -q -rs $(ARGS)

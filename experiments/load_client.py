@@ -23,7 +23,8 @@ COUNTED = {"include_usage": True, "continuous_usage_stats": True}
 @dataclass(slots=True)
 class Answer:
     """What came of a request, and when, by this process's clock in seconds. arrivals: (time, tokens) of each chunk that
-    brought some. cached: prompt tokens that the server had already, None where it does not say."""
+    brought some. cached: prompt tokens that the server had already, None where it does not say. counted: whether the
+    server counts tokens as they come; else arrivals tell nothing."""
 
     sent: float
     arrivals: list[tuple[float, int]] = field(default_factory=list)
@@ -31,9 +32,10 @@ class Answer:
     tokens: int = 0
     cached: int | None = None
     text: str = ""
+    counted: bool = True
 
     def take(self, chunk: Mapping[str, Any], now: float) -> None:
-        """Raises MkError for a chunk that tells of an error, or does not say how many tokens there are."""
+        """Raises MkError for a chunk that tells of an error."""
         if "error" in chunk:
             raise MkError(f"the answer broke off: {str(chunk['error'])[:300]}")
         usage, text = chunk.get("usage") or {}, ""
@@ -41,15 +43,18 @@ class Answer:
             said = choice.get("delta") or choice
             text += said.get("reasoning") or said.get("reasoning_content") or ""
             text += said.get("content") or said.get("text") or ""
-        if text and not usage:
-            raise MkError("the server does not count tokens as they come: it knows no continuous_usage_stats")
+        self.counted &= bool(usage or not text)
         self.text += text
-        self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
-        self.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", self.cached)
+        self.take_usage(usage)
         come = usage.get("completion_tokens", self.tokens) - self.tokens
         if come > 0:
             self.arrivals.append((now, come))
             self.tokens += come
+
+    def take_usage(self, usage: Mapping[str, Any]) -> None:
+        """Of the prompt."""
+        self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
+        self.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", self.cached)
 
 
 class Client:
@@ -62,6 +67,7 @@ class Client:
         if not isinstance(served, list) or not served:
             raise MkError(f"{self.url}/models names no model")
         self.model = str(served[0]["id"])
+        self.context: int | None = served[0].get("max_model_len")  # tokens, where the server says so
 
     def ask(self, path: str, body: Mapping[str, Any]) -> Answer:
         """One answer to its end. Raises MkError for one that does not come, or breaks off."""
@@ -73,6 +79,8 @@ class Client:
                 now = time.perf_counter()
                 if line.startswith(b"data: {"):
                     answer.take(json.loads(line[6:]), now)
+                    if not answer.counted:
+                        raise MkError(f"{url} does not count tokens as they come: it knows no continuous_usage_stats")
                 elif line.startswith(b"data: [DONE]"):
                     break
             else:

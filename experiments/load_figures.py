@@ -21,7 +21,12 @@ COUNTS = ("tokens", "prompt_tokens")  # of each request, in which engines agree 
 
 
 def raw_load(answers: Sequence[Answer], asked: Sequence[int], parallel: int) -> dict[str, Any]:
-    """asked: tokens of each answer. A gap is between two chunks, shared evenly by the tokens that the later brought."""
+    """asked: tokens of each answer."""
+    return {"kind": "load", "parallel": parallel, "asked": list(asked), **timeline(answers)}
+
+
+def timeline(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Of at least one answer. A gap is between two chunks, shared evenly by the tokens that the later brought."""
     gaps: Counter[float] = Counter()
     for answer in answers:
         for (before, _), (now, tokens) in pairwise(answer.arrivals):
@@ -32,9 +37,6 @@ def raw_load(answers: Sequence[Answer], asked: Sequence[int], parallel: int) -> 
         return [round(time - begun, S_DIGITS) for time in times]
 
     return {
-        "kind": "load",
-        "parallel": parallel,
-        "asked": list(asked),
         "tokens": [answer.tokens for answer in answers],
         "prompt_tokens": [answer.prompt_tokens for answer in answers],
         "cached": [answer.cached for answer in answers],
@@ -65,28 +67,22 @@ def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
 
     Raises ValueError for another engine whose requests did not take and generate as many tokens.
     """
-    sent, first, last = (np.array(raw[name]) for name in ("sent_s", "first_s", "last_s"))
-    tokens, to_first = np.array(raw["tokens"]), (first - sent) * 1e3
     wall_s = wall_of(raw)
-    later = tokens - np.array(raw["first_tokens"])
-    after = ((last - first) * 1e3)[later > 0] / later[later > 0]
     found: dict[str, Any] = {
-        "answers": len(sent),
+        "answers": len(raw["sent_s"]),
         "usage_prompt_tokens": sum(raw["prompt_tokens"]),
         "usage_completion_tokens": sum(raw["tokens"]),
         "wall_s": wall_s,
         "tok_s": sum(raw["tokens"]) / wall_s,
-        "ttft_ms": float(np.median(to_first)),
-        "ttft_p99_ms": float(np.percentile(to_first, 99)),
-        "active_batch": float((last - first).sum() / covered(raw["first_s"], raw["last_s"])),
+        "active_batch": float(
+            np.subtract(raw["last_s"], raw["first_s"]).sum() / covered(raw["first_s"], raw["last_s"])
+        ),
         "checks": {
             "tokens_as_asked": raw["tokens"] == raw["asked"],
             "in_flight_within_batch": most_at_once(raw["sent_s"], raw["last_s"]) <= raw["parallel"],
         },
+        **latencies(raw),
     }
-    if raw["gaps"]:
-        found |= {f"itl_p{p}_ms": percentile(raw["gap_ms"], raw["gaps"], p) for p in (50, 99)}
-        found |= {"itl_most_ms": raw["gap_ms"][-1], "tpot_ms": float(np.median(after))}
     if None not in raw["cached"]:
         found["hit_tokens"] = sum(raw["cached"])
     if "base_tokens" in raw:
@@ -94,6 +90,19 @@ def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
         if not as_many(raw, base):
             raise ValueError("the engines did not take and generate as many tokens")
         found["ratio"] = wall_s / wall_of(base)
+    return found
+
+
+def latencies(raw: dict[str, Any]) -> dict[str, float]:
+    """To the first token and between tokens, of a timeline."""
+    sent, first, last = (np.array(raw[name]) for name in ("sent_s", "first_s", "last_s"))
+    to_first = (first - sent) * 1e3
+    found = {"ttft_ms": float(np.median(to_first)), "ttft_p99_ms": float(np.percentile(to_first, 99))}
+    if raw["gaps"]:
+        later = np.array(raw["tokens"]) - np.array(raw["first_tokens"])
+        after = ((last - first) * 1e3)[later > 0] / later[later > 0]
+        found |= {f"itl_p{p}_ms": percentile(raw["gap_ms"], raw["gaps"], p) for p in (50, 99)}
+        found |= {"itl_most_ms": raw["gap_ms"][-1], "tpot_ms": float(np.median(after))}
     return found
 
 

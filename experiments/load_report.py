@@ -31,29 +31,45 @@ class Engine:
         self._run, self._running, self._rows = run, running, rows
         self._named = cfg.experiment.base_url is not None
 
-    def append(self, answers: Sequence[Answer], asked: Sequence[int], parallel: int, card: Any, **fields: Any) -> Row:
+    def append_load(
+        self, answers: Sequence[Answer], asked: Sequence[int], parallel: int, card: Any, **fields: Any
+    ) -> None:
         """Writes and prints the row of a workload. asked: tokens of each answer. card: its state before and after."""
-        raw = raw_load(answers, asked, parallel) | {"card": card, "log": self._running.lines}
+        raw = raw_load(answers, asked, parallel) | {"card": card}
         base = next((row for row in self._rows if row.workload == fields["workload"]), None)
         if base is not None and as_many(raw, self._run.raw_of(base)):
             raw |= base_of(self._run.raw_of(base))
             fields["ratio_to"] = base.digest
+        print(line(self.append(raw, **fields)), flush=True)
+
+    def append(self, raw: dict[str, Any], **fields: Any) -> Row:
+        """Writes a row whose figures are what `raw` gives."""
+        raw = raw | {"log": self._running.lines}
         if self._named:
             fields["model"] = self.client.model
         row = self._run.append_row(self._run.measured(raw, **self._running.fields, **fields), raw)
         self._rows.append(row)
-        print(line(row), flush=True)
         return row
 
 
-def measure_engines(cfg: Config, run: RunFolder, missing: str | None, measure: Measure) -> int:
-    """Has each configured server started, measured and stopped, and prints a table. missing: of `check_engines`.
+def measure_engines(
+    cfg: Config,
+    run: RunFolder,
+    missing: str | None,
+    measure: Measure,
+    show: Callable[[Sequence[Row]], str] | None = None,
+    parsers: bool = False,
+) -> int:
+    """Has each configured server started, measured and stopped, and prints a table.
+
+    missing: of `check_engines`. show: another table than `table`. parsers: whether vLLM is to find thoughts and calls
+    in its answers, for which it keeps chunks back.
 
     Returns the exit status: 1 where a check failed, or vLLM did.
     """
     rows: list[Row] = []
     notes = []
-    for name, start in _servers(cfg, run, missing is None).items():
+    for name, start in _servers(cfg, run, missing is None, parsers).items():
         try:
             with start() as running:
                 measure(Engine(cfg, run, running, rows))
@@ -61,7 +77,7 @@ def measure_engines(cfg: Config, run: RunFolder, missing: str | None, measure: M
             if name != "vLLM":
                 raise
             notes.append(f"vLLM: {error}")
-    print("\n".join(["", table(rows), *notes, *filter(None, [missing]), f"run folder: {run.path}"]))
+    print("\n".join(["", (show or table)(rows), *notes, *filter(None, [missing]), f"run folder: {run.path}"]))
     return int(bool(notes) or not all(all(row.checks.values()) for row in rows))
 
 
@@ -81,15 +97,19 @@ def check_engines(cfg: Config) -> str | None:
     return None
 
 
-def _servers(cfg: Config, run: RunFolder, vllm: bool) -> dict[str, Callable[[], AbstractContextManager[Running]]]:
+def _servers(
+    cfg: Config, run: RunFolder, vllm: bool, parsers: bool
+) -> dict[str, Callable[[], AbstractContextManager[Running]]]:
     """How to start each; nothing is yet."""
     settings = cfg.experiment
     if settings.base_url is not None:
         return {"served": lambda: _named_server(settings.base_url)}
     found = {"ours": lambda: our_server(cfg, run.path / "server.log", settings.start_s)}
     if vllm and cfg.baseline.vllm is not None:
-        plain = dataclasses.replace(cfg.baseline.vllm, reasoning_parser=None)  # a parser keeps chunks back
-        theirs = dataclasses.replace(cfg, baseline=dataclasses.replace(cfg.baseline, vllm=plain))
+        config = cfg.baseline.vllm
+        if not parsers:
+            config = dataclasses.replace(config, reasoning_parser=None, tool_parser=None)
+        theirs = dataclasses.replace(cfg, baseline=dataclasses.replace(cfg.baseline, vllm=config))
         found["vLLM"] = lambda: vllm_server(theirs, run.path / "vllm.log")
     return found
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from experiments.agents.programs import opencode_settings
 from experiments.console import progress
 from mk.compose import stored_config
 from mk.config import Config
@@ -65,20 +66,8 @@ def welcome(cfg: Config, service: Service) -> str:
 
 def opencode(url: str, service: Service) -> dict[str, object]:
     """OpenCode's configuration for this server."""
-    limit = {"context": service.context, "output": service.context // 4}
-    model = {"name": service.model_id, "reasoning": True, "tool_call": True, "limit": limit}
-    options = {"baseURL": f"{url}/v1", "apiKey": "{env:MK_API_KEY}" if api_key() else "none"}
-    provider = {
-        "npm": "@ai-sdk/openai-compatible",
-        "name": "mini-mk",
-        "options": options,
-        "models": {service.model_id: model},
-    }
-    return {
-        "$schema": "https://opencode.ai/config.json",
-        "provider": {"mini-mk": provider},
-        "model": f"mini-mk/{service.model_id}",
-    }
+    key = "{env:MK_API_KEY}" if api_key() else "none"
+    return opencode_settings(f"{url}/v1", service.model_id, service.context, key)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ import torch
 from evals.served import ABOUT_S, fetch
 from experiments import vllm_serve
 from experiments.baselines.vllm_process import add_info, find, parse_log
-from experiments.child_process import log_end, started
 from experiments.device_weights import open_weights
+from experiments.processes import log_end, started
 from experiments.settings import Serve
 from mk.compose import to_yaml
 from mk.config import Config

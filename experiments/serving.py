@@ -47,7 +47,7 @@ def measure(cfg: Config, engine: Engine) -> None:
         before = card_state()
         with progress(f"{engine.name}, {name}", len(asked)) as done:
             answers = engine.client.drive(load.COMPLETIONS, asked, parallel, done)
-        engine.append(
+        engine.append_load(
             answers,
             [body["max_tokens"] for body in asked],
             parallel,

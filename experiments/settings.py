@@ -7,9 +7,12 @@ every schema they hold types; the values stand in configs/experiment/<name>.yaml
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from mk.errors import MkError
-from mk.validation import check_contexts, require_at_least, require_one_of, require_some_of
+from mk.validation import check_contexts, require_at_least, require_once, require_one_of, require_some_of
+
+TASKS = Path(__file__).resolve().parent / "agents" / "tasks"
 
 
 @dataclass(slots=True)
@@ -388,25 +391,23 @@ class Serving(Servers):
     def __post_init__(self) -> None:
         Servers.__post_init__(self)
         require_some_of("experiment.workloads", self.workloads, ("fixed", "aime"))
-        for workload in self.workloads:
-            if self.workloads.count(workload) > 1:
-                raise MkError(f"experiment.workloads names {workload!r} twice")
+        require_once("experiment.workloads", self.workloads)
         self.fixed.check("experiment.fixed")
         self.aime.check("experiment.aime")
 
 
 @dataclass(slots=True)
 class AgentTrial(Servers):
-    agent: str  # replay: of a recorded conversation
-    trace: str  # its file
-    scale: float  # share of the recorded tokens that each turn generates
-    warm: int  # tokens of the prompt that is sent before
+    tasks: list[str]  # folders of experiments/agents/tasks, for an agent that is a program
+    limit_s: float  # of such an agent, for each task
+    warm: int  # tokens of the prompt that is sent before; 0: none is
 
     def __post_init__(self) -> None:
         Servers.__post_init__(self)
-        require_one_of("experiment.agent", self.agent, ("replay",))
-        require_at_least("experiment.scale", self.scale, 0)
-        require_at_least("experiment.warm", self.warm, 1)
+        require_some_of("experiment.tasks", self.tasks, sorted(path.name for path in TASKS.iterdir() if path.is_dir()))
+        require_once("experiment.tasks", self.tasks)
+        require_at_least("experiment.limit_s", self.limit_s, 1)
+        require_at_least("experiment.warm", self.warm, 0)
 
 
 @dataclass(slots=True)

@@ -48,8 +48,11 @@ def arguments(cfg: Config, folder: Path) -> list[str]:
     }
     if config.reasoning_parser is not None:
         options["reasoning-parser"] = config.reasoning_parser
+    if config.tool_parser is not None:
+        options["tool-call-parser"] = config.tool_parser
     pairs = [f"--{name}={value}" for name, value in options.items()]
     flags = ["--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
+    flags += ["--enable-auto-tool-choice"] * (config.tool_parser is not None)
     return ["-m", "vllm.entrypoints.openai.api_server", *pairs, *flags, *config.arguments]
 
 

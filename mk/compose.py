@@ -85,8 +85,8 @@ def _type_experiment(tree: DictConfig) -> None:
 
 
 def _in_full(override: str) -> str:
-    """`run=ID` and `agent=NAME` are short for `experiment.run=ID` and so on."""
-    return f"experiment.{override}" if override.startswith(("run=", "agent=")) else override
+    """`run=ID` is short for `experiment.run=ID`."""
+    return f"experiment.{override}" if override.startswith("run=") else override
 
 
 def vary(config: Config, overrides: Sequence[str]) -> Config:

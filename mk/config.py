@@ -367,6 +367,7 @@ class VllmConfig:
     kv: str  # prefilled: computed from prompts; synthetic: made up by its DecodeBenchConnector
     gpu_memory: float  # share of the card's
     reasoning_parser: str | None  # of its server: what parts thoughts from content; null leaves them in
+    tool_parser: str | None  # of its server: what finds calls in an answer; null: a request may leave none to the model
     arguments: list[str]  # more of its server's command line
     timeout_s: int  # of a start with all that it measures
 
@@ -388,6 +389,21 @@ class BaselineConfig:
 
     def __post_init__(self) -> None:
         check_optional("baseline", self, () if self.name == "none" else ("vllm",))
+
+
+@dataclass(slots=True)
+class AgentConfig:
+    """Which coding agent uses a server: a program, run headless over tasks, or a recorded conversation."""
+
+    name: str
+    program: str | None = None  # its name, or its path
+    trace: str | None = None  # replay: the conversation's file
+    scale: float | None = None  # replay: share of the recorded tokens that each turn generates
+
+    def __post_init__(self) -> None:
+        needed: dict[str, tuple[str, ...]] = {"none": (), "replay": ("trace", "scale")}
+        check_optional("agent", self, needed.get(self.name, ("program",)))
+        require_at_least("agent.scale", self.scale, 0)
 
 
 @dataclass(slots=True)
@@ -422,6 +438,7 @@ class Config:
     sampling: SamplingConfig
     benchmark: BenchmarkConfig
     baseline: BaselineConfig
+    agent: AgentConfig
     logger: LoggerConfig
     experiment: Any
     run_dir: str

@@ -124,6 +124,7 @@ SET_BY_EXPERIMENT: dict[str, Callable[[Row, Mapping[str, Any], Mapping[str, Any]
     "agent_trial": lambda row, own, config: {
         "batch": [1],
         "context": [row.context],  # of the longest prompt, as the server counted it
+        "agent": [config["agent"]["name"]],
         **({"model": [row.model]} if own["base_url"] else {}),
     },
     "schedule_search": lambda row, own, config: {"routing": [config["routing"]["name"], *ROUTINGS]},

@@ -43,6 +43,7 @@ KINDS = {  # raw["kind"]: where its function is
     "between_tokens": "experiments.served_figures:between_tokens",
     "answers": "evals.report:figures",
     "load": "experiments.load_figures:figures",  # of a server, by its client's clock
+    "agent_task": "experiments.agents.figures:figures",  # of a coding agent, and the server that it used
 }
 
 

@@ -149,7 +149,8 @@ class Row:
     usage_prompt_tokens: int | None = None
     usage_completion_tokens: int | None = None
     hit_tokens: int | None = None  # of usage_prompt_tokens, that the server's prefix cache had; where it says so
-    wall_s: float | None = None  # from the first request to the last answer, or its last token
+    wall_s: float | None = None  # from the first request to the last answer, or its last token; of an agent's program,
+    # from its start to its end
     requests_hash: str | None = None  # of all requests: equal where two engines were asked the same
     positions: int | None = None  # teacher-forced, that the next figures are means over, or medians; in nats
     kl: float | None = None  # of the float32 reference's distribution from the tested one
@@ -165,7 +166,12 @@ class Row:
     logprob_shift: float | None = None  # of a token behind a hit on generated blocks from that of a cold prompt, mean
     logprob_shift_most: float | None = None  # the same, of one token
     choice_us: float | None = None  # on the host, from logits of 262,144 tokens; left out where the engine chooses
-    agent: str | None = None  # that a server was used by; replay: a recorded conversation, the workload, turn by turn
+    agent: str | None = None  # that a server was used by: a program, whose workload is a task, of which the next four
+    # are; replay: a recorded conversation, the workload, turn by turn
+    agent_version: str | None = None  # as it says itself
+    success: bool | None = None  # whether the task's own test passes over what it left
+    turns: int | None = None  # its requests to the model; `answers` of them came to their end
+    ended: str | None = None  # how it did: status N, signal N, time limit
     workload: str | None = None  # that a server was loaded with, batch requests in flight; tok_s is by wall_s then
     active_batch: float | None = None  # requests between their first and last token, mean over the time with any
     event: str | None = None  # between two runs of served steps: park, retire, switch (of batch size), admit

@@ -32,6 +32,13 @@ def require_some_of(key: str, values: Sequence[str], allowed: Sequence[str]) -> 
         require_one_of(key, value, allowed)
 
 
+def require_once(key: str, values: Sequence[str]) -> None:
+    """A list that names nothing twice."""
+    for value in values:
+        if values.count(value) > 1:
+            raise MkError(f"{key} names {value!r} twice")
+
+
 def require_at_least(key: str, value: float | None, least: float) -> None:
     if value is not None and value < least:
         raise MkError(f"{key}={value} must be at least {least}", hint=f"{key}={least}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mk.sources import ROOT
+
 INTERPRETED = ["model=nano", "weights=checkpoint", "gpu=cpu", "gpu.sms=2", "engine=interpreter"]
 SIMULATED = [
     *("model=nano", "weights=checkpoint", "gpu.sms=16", "experiment.batches=[2]", "experiment.context=64"),
@@ -39,7 +41,7 @@ SMALL: dict[str, Sequence[str]] = {
     ],
     "agent_trial": [
         *INTERPRETED,
-        *("prefill=torch", "wave_order=default", "server=default", "experiment.scale=0.02", "experiment.warm=8"),
+        *("prefill=torch", "wave_order=default", "server=default", "agent.scale=0.02", "experiment.warm=8"),
     ],
     "schedule_search": [
         *("model=slice", "gpu.sms=8", "experiment.batches=[1]", "experiment.context=64", "experiment.steps=8"),
@@ -71,6 +73,15 @@ SMALL: dict[str, Sequence[str]] = {
     ],
     "accuracy": [
         *("gpu.sms=2", "benchmark=nano_code", "benchmark.max_tokens=2", "experiment.runs=1", "experiment.limit=1"),
+    ],
+}
+
+# further runs of some, by what else they take
+AGAIN: dict[str, Sequence[str]] = {
+    "agent_trial": [
+        *INTERPRETED,
+        *("prefill=torch", "wave_order=default", "server=default", "experiment.tasks=[rename_lookup]"),
+        *("experiment.warm=8", "agent=opencode", f"agent.program={ROOT / 'tests' / 'stand_in_agent.py'}"),
     ],
 }
 
@@ -161,5 +172,6 @@ READ_ELSEWHERE = {
     "VllmConfig.kv": "experiments/vllm_rows.py",
     "VllmConfig.moe_backends": "experiments/vllm_rows.py",
     "VllmConfig.reasoning_parser": "experiments/vllm_serve.py",
+    "VllmConfig.tool_parser": "experiments/vllm_serve.py",
     "BesideBaseline.routings": "experiments/vllm_decode.py",
 }

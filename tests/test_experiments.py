@@ -22,7 +22,7 @@ from mk.rows import SCHEMA, read_raw, read_rows
 from mk.sources import ROOT
 from tests.leaf_reads import all_leaves, watched
 from tests.promotion import folder_of
-from tests.small_runs import READ_ELSEWHERE, REFUSED, ROWLESS, SMALL
+from tests.small_runs import AGAIN, READ_ELSEWHERE, REFUSED, ROWLESS, SMALL
 
 needs_no_card = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card, which these do not need")
 
@@ -52,13 +52,14 @@ def measured() -> Path:
 def test_every_experiment_runs_small_and_every_leaf_is_read(tmp_path: Path, subtests: pytest.Subtests) -> None:
     rows = measured()
     with watched() as read:
-        for name, overrides in SMALL.items():
-            with subtests.test(name):
+        for name, overrides in (*SMALL.items(), *AGAIN.items()):
+            root = tmp_path / f"{name}{len(overrides)}"
+            with subtests.test(root.name):
                 given = [override.format(measured=rows) if "{m" in override else override for override in overrides]
-                config = load_config([f"experiment={name}", *given, f"run_dir={tmp_path / name}"])
+                config = load_config([f"experiment={name}", *given, f"run_dir={root}"])
                 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                     assert not experiment_main(name)(config)
-                folder = folder_of(tmp_path / name)
+                folder = folder_of(root)
                 found, raw = read_rows(folder / "rows.jsonl"), read_raw(folder / "raw.jsonl")
                 for row in found:
                     assert row.schema == SCHEMA and row.digest == row.computed_digest() and all(row.checks.values())

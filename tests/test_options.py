@@ -15,6 +15,8 @@ import torch
 
 from evals.benchmarks import open_benchmark
 from experiments import decode_throughput, quickstart, vllm_serve
+from experiments.agents.programs import PROGRAMS, Place
+from experiments.agents.trace import Trace as AgentTrace
 from mk.build import defines_of
 from mk.compose import experiment_main, load_config
 from mk.config import GROUPS, Config, group_options
@@ -120,6 +122,14 @@ def beside(config: Config, folder: Path) -> Hashable:
     return str(caught.value), vllm and (vllm.kv, vllm.gpu_memory)
 
 
+def agent(config: Config, folder: Path) -> Hashable:
+    """How it is run, or what is sent in its place."""
+    if config.agent.name in PROGRAMS:
+        (folder / "home").mkdir()
+        return repr(PROGRAMS[config.agent.name](Place(folder, folder / "home", "http://a/v1", "m", 64), "Do it.", 9.0))
+    return None if config.agent.trace is None else repr(AgentTrace.load(Path(config.agent.trace)))
+
+
 def sinks(config: Config, folder: Path) -> Hashable:
     logger = make_logger(config, folder)
     logger.close(failed=False)
@@ -146,6 +156,7 @@ COMES_TO: dict[str, Callable[[Config, Path], Hashable]] = {
     "sampling": tokens,
     "benchmark": benchmark,
     "baseline": beside,
+    "agent": agent,
     "logger": sinks,
     "experiment": dispatched,
 }

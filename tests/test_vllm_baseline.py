@@ -362,7 +362,7 @@ def test_its_server_is_started_with_what_ours_would_have(tmp_path: Path) -> None
     said = json.loads(done.stdout.splitlines()[-1])
     options = dict(argument.split("=", 1) for argument in said["arguments"] if "=" in argument)
     assert Path(options.pop("--model")) == NANO and said["offline"] == "1"
-    assert said["arguments"][-1] == "--enforce-eager"
+    assert said["arguments"][-2:] == ["--enable-auto-tool-choice", "--enforce-eager"]
     assert options == {
         "--served-model-name": "nano",
         "--host": "127.0.0.1",
@@ -375,6 +375,7 @@ def test_its_server_is_started_with_what_ours_would_have(tmp_path: Path) -> None
         "--moe-backend": "triton",
         "--generation-config": "vllm",
         "--reasoning-parser": "cohere_command4",
+        "--tool-call-parser": "cohere_command4",
     }
     with pytest.raises(MkError, match="no checkpoint to serve"):
         vllm_serve.checkpoint(load_config(["experiment=vllm_serve", "weights=random"]))

@@ -21,7 +21,7 @@ from typing import Any
 
 from experiments.baselines import vllm_bench
 from experiments.baselines.vllm_extension import UNIFORM
-from experiments.child_process import log_end, started
+from experiments.processes import log_end, started
 from mk.config import VllmConfig
 from mk.errors import MkError
 from mk.model.geometry import Geometry

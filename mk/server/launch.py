@@ -187,14 +187,20 @@ def in_background(app: FastAPI, worker: Worker, drain_s: float) -> Iterator[str]
 
     Raises MkError where the server does not come up.
     """
-    up = threading.Event()
+    with in_thread(Server(app, worker, drain_s, lambda: None)) as url:
+        yield url
+
+
+@contextmanager
+def in_thread(server: uvicorn.Server) -> Iterator[str]:
+    """As `in_background`, of any server."""
     with listen("127.0.0.1", 0) as listener:
-        server = Server(app, worker, drain_s, up.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="mk-server", daemon=True)
         thread.start()
-        while not up.wait(0.1):
+        while not server.started:
             if not thread.is_alive():
                 raise MkError("the server did not start; its log says why")
+            time.sleep(0.01)
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:

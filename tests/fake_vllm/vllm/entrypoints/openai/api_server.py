@@ -2,7 +2,8 @@
 
 It counts what it answered under vLLM's name, streams a token each millisecond, and lets its worker be called where
 vLLM does. `FAKE_VLLM=dies` ends it at once, `falls` at the first request, `short` has it generate a token less than it
-was asked for, `alike` a worker that cannot take the weights.
+was asked for, `alike` a worker that cannot take the weights; `parsers` has it refuse to stream without any, and others
+with.
 """
 
 import json
@@ -50,11 +51,15 @@ class Server(BaseHTTPRequestHandler):
         self.reply(json.dumps({"results": [said]}).encode())
 
     def stream(self, asked):
-        assert not any(argument.startswith("--reasoning-parser") for argument in sys.argv)  # it keeps chunks back
+        parsers = [
+            argument for argument in sys.argv if argument.startswith(("--reasoning-parser", "--tool-call-parser"))
+        ]
+        assert len(parsers) == 2 * (MODE == "parsers")  # they keep chunks back
         assert asked["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
         tokens = max(1, asked["max_tokens"] - (MODE == "short"))
         prompt = len(asked.get("prompt", "")) or sum(len(str(each)) for each in asked["messages"])
         self.send_response(200)
+        self.send_header("content-type", "text/event-stream; charset=utf-8")
         self.end_headers()
         for number in range(1, tokens + 1):
             time.sleep(0.001)

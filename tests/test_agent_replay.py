@@ -1,4 +1,4 @@
-"""experiment=agent_trial: a recorded conversation, sent turn by turn to our server and to a stand-in for vLLM's."""
+"""agent=replay: a recorded conversation, sent turn by turn to our server and to a stand-in for vLLM's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from experiments import agent_trial
-from experiments.agent_trial import Trace
+from experiments.agents.trace import Trace
 from mk.compose import load_config
 from mk.errors import MkError
 from mk.rows import read_rows
@@ -20,7 +20,7 @@ from tests.test_serving_load import SITE
 
 __all__ = ["committed", "repository"]
 
-BUNDLED = Path(agent_trial.__file__).parent / "traces" / "mend_intervals.json"
+BUNDLED = Path(agent_trial.__file__).parent / "agents" / "traces" / "mend_intervals.json"
 SMALL = [
     "experiment=agent_trial",
     "agent=replay",
@@ -32,7 +32,7 @@ SMALL = [
     "wave_order=default",
     "server=default",
     "experiment.warm=20",
-    "experiment.scale=0.5",
+    "agent.scale=0.5",
 ]
 
 
@@ -52,7 +52,7 @@ def short(folder: Path) -> str:
     ]
     path = folder / "short.json"
     path.write_text(json.dumps({"tools": [], "turns": turns}))
-    return f"experiment.trace={path}"
+    return f"agent.trace={path}"
 
 
 def test_each_request_holds_the_recorded_turns_before_it() -> None:
@@ -119,13 +119,13 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, says: str) -> No
     path = tmp_path / "trace.json"
     path.write_text(text)
     with pytest.raises(MkError, match=says):
-        agent_trial.main(load_config([*SMALL, f"experiment.trace={path}", f"run_dir={tmp_path / 'runs'}"]))
+        agent_trial.main(load_config([*SMALL, f"agent.trace={path}", f"run_dir={tmp_path / 'runs'}"]))
     assert not (tmp_path / "runs").exists()
 
 
 def test_its_configuration_is_the_full_model_on_a_card_beside_vllm() -> None:
     cfg = load_config(["experiment=agent_trial", "agent=replay"])
     assert (cfg.model.preset, cfg.engine.name, cfg.baseline.name) == ("north_mini_code", "cuda", "vllm")
-    assert Path(cfg.experiment.trace).resolve() == BUNDLED.resolve() and cfg.experiment.scale == 1
-    with pytest.raises(MkError, match="experiment.agent=human is not one of replay"):
+    assert Path(cfg.agent.trace).resolve() == BUNDLED.resolve() and cfg.agent.scale == 1
+    with pytest.raises(MkError, match="unknown option agent=human"):
         load_config(["experiment=agent_trial", "agent=human"])

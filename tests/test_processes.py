@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from experiments import child_process
-from experiments.child_process import log_end
+from experiments import processes
+from experiments.processes import log_end
 
 
 @pytest.mark.parametrize(
@@ -15,9 +15,9 @@ from experiments.child_process import log_end
         ("\n \n", "is empty"),
         ("one\n\n  two \n", "ends: one | two"),
         ("".join(f"{n}\n" for n in range(9)), "ends: 4 | 5 | 6 | 7 | 8"),
-        ("x" * 5000 + "the end", "ends: " + "x" * (child_process.CHARACTERS - 7) + "the end"),
+        ("x" * 5000 + "the end", "ends: " + "x" * (processes.CHARACTERS - 7) + "the end"),
         (b"\xff\xfe broken\n", "ends: \N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER} broken"),
-        (b"\n" * child_process.TAIL + b"last", "ends: last"),
+        (b"\n" * processes.TAIL + b"last", "ends: last"),
     ],
 )
 def test_the_last_lines_that_say_something(text: str | bytes, said: str, tmp_path) -> None:
