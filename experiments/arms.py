@@ -12,7 +12,7 @@ from mk.step_figures import Ratio
 
 # what decode_throughput reads of a configuration
 READ = ("model", "weights", "gpu", "schedule", "wave_order", "placement", "routing", "sampling",
-        "engine.name", "engine.ring", "engine.handoff", "engine.attention",
+        "engine.name", "engine.ring", "engine.handoff", "engine.attention", "engine.trace",
         "experiment.context", "experiment.steps", "experiment.warmup", "experiment.check_tokens",
         "experiment.launches")  # fmt: skip
 

@@ -42,7 +42,7 @@ from mk.runtime import Runtime
 from mk.sampling import SamplingParams, sample_row
 from mk.schedule.lower import Program
 from mk.step_params import MAX_ROWS
-from mk.trace import TRACE_DEFINE, StepTrace, causes_table, records_of
+from mk.trace import StepTrace, causes_table, records_of
 
 KV_STD = 0.01
 SPARE_PAGES = 8  # that no sequence gets; they hold NaN while steps are timed
@@ -105,7 +105,8 @@ class Bench:
         library = build_for(cfg, held.source.geometry, programs[1].shape.splits, *more)
         spilled = f"{library.registers} registers, {library.spill_bytes} bytes spilled"
         print(f"library {library.build_hash}: {spilled}", flush=True)
-        return cls(cfg, held, library, programs, routes, open_runtime(cfg, library, held.packed))
+        records = max(map(records_of, programs.values())) if cfg.engine.trace != "none" else 0
+        return cls(cfg, held, library, programs, routes, open_runtime(cfg, library, held.packed, records))
 
     def check(self) -> None:
         """The checks of every batch's own program. Raises MkError when one fails."""
@@ -199,7 +200,7 @@ def check_settings(cfg: Config) -> None:
         (bool(s.batches), "experiment.batches is empty", "experiment.batches=[1]"),
         (all(1 <= b <= MAX_ROWS for b in s.batches), f"experiment.batches={s.batches} must lie in 1..{MAX_ROWS}", None),
         (
-            s.launches == "step" or not (s.zero_wait or s.trace),
+            s.launches == "step" or not (s.zero_wait or s.trace or cfg.engine.trace != "none"),
             f"experiment.launches={s.launches} has neither a bound nor a trace",
             "experiment.launches=step",
         ),
@@ -319,16 +320,25 @@ def bounds(bench: Bench, run: RunFolder, **more: Any) -> list[Row]:
     return rows
 
 
+def noting(cfg: Config, what: str) -> Config:
+    """The same with a kernel that notes `what` (`engine.trace`) of a step."""
+    return dataclasses.replace(cfg, engine=dataclasses.replace(cfg.engine, trace=what))
+
+
 def _trace(cfg: Config, run: RunFolder, weights: PackedWeights, program: Program, forced: Tensor | None) -> None:
-    """A few steps of a trace build: its own p50, the causes as a table, and the last step as a timeline."""
-    library = build_for(cfg, program.shape.geometry, program.shape.splits, TRACE_DEFINE)
-    runtime = open_runtime(cfg, library, weights, records_of(program))
+    """A few steps of either trace build, and their p50: the last step as a timeline, of the one that notes moments
+    alone, and where its time goes, of the other."""
     settings, rows = cfg.experiment, program.shape.rows
-    steps = min(settings.steps, 32)
-    timing = measure(runtime, program, forced, configured_sampling(cfg, rows), settings.context, steps, settings.warmup)
-    step = StepTrace.read(runtime["trace"])
+    lengths = settings.context, min(settings.steps, 32), settings.warmup
     path = run.path / f"trace_batch{rows}.json"
-    step.perfetto(path)
-    step.save(path.with_suffix(".npz"))
-    causes = causes_table(step.causes(), program.shape.geometry.layers)
-    print(f"\nbatch {rows}, trace build: p50 {timing.p50_ms:.4f} ms; timeline in {path}\n{causes}", flush=True)
+    for what in ("moments", "waits"):
+        library = build_for(noting(cfg, what), program.shape.geometry, program.shape.splits)
+        runtime = open_runtime(cfg, library, weights, records_of(program))
+        timing = measure(runtime, program, forced, configured_sampling(cfg, rows), *lengths)
+        step = StepTrace.read(runtime["trace"])
+        print(f"batch {rows}, {what} noted: p50 {timing.p50_ms:.4f} ms", flush=True)
+        if what == "moments":
+            step.perfetto(path)
+        else:
+            step.save(path.with_suffix(".npz"))
+            print(f"{causes_table(step.causes(), program.shape.geometry.layers)}\ntimeline in {path}\n", flush=True)

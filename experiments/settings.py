@@ -103,7 +103,7 @@ class Variants(DecodeThroughput):
 
 # The experiments that are nothing but a comparison, under the names that configs/experiment/ asks for.
 WaveOrderAblation = PlacementAblation = ScheduleAblation = RoutingAblation = Variants
-KernelAblation = RingAblation = SamplingAblation = PlanAblation = Ladder = Variants
+KernelAblation = RingAblation = SamplingAblation = TraceAblation = PlanAblation = Ladder = Variants
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from experiments import decode_throughput
-from experiments.decode_throughput import configured_sampling, measure, open_runtime, plans
+from experiments.decode_throughput import configured_sampling, measure, noting, open_runtime, plans
 from experiments.decode_variants import variants
 from experiments.device_weights import hold_weights
 from experiments.simulated_variants import geometry_of
@@ -27,7 +27,7 @@ from mk.rows import Row
 from mk.runs import RunFolder
 from mk.schedule.simulate import costs_of, first_layers, ring_of, simulate
 from mk.schedule.simulator.expand import Sample
-from mk.trace import TRACE_DEFINE, StepTrace, records_of, records_of_launches
+from mk.trace import StepTrace, records_of, records_of_launches
 
 
 def main(cfg: Config) -> int:
@@ -66,7 +66,7 @@ def traced(job: Config, batch: int) -> tuple[Spans, dict[str, Any]]:
     programs, routes = plans(job, g)
     program = programs[batch]
     more = (DEPENDENT_LAUNCH,) if settings.launches == "dependent" else ()
-    library = build_for(job, g, program.shape.splits, TRACE_DEFINE, *more)
+    library = build_for(noting(job, "waits"), g, program.shape.splits, *more)
     records = records_of(program) if settings.launches == "step" else records_of_launches(program)
     runtime = open_runtime(job, library, held.packed, records)
     lengths = settings.context, settings.steps, settings.warmup

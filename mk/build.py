@@ -26,6 +26,7 @@ from mk.model.geometry import SLOT_K, Geometry, tile_rules
 from mk.ring import RING_SLOTS
 from mk.splits import SplitPolicy
 
+TRACE_DEFINE = "MK_TRACE"  # a kernel that notes when its roles come to what (mk/trace.py)
 ZERO_WAIT_DEFINE = "MK_ZERO_WAIT"  # a kernel that waits for no other SM: for the bound alone
 NO_RUN_AHEAD = "MK_NO_RUN_AHEAD"  # one that streams nothing past a wait
 DEPENDENT_LAUNCH = "MK_DEPENDENT_LAUNCH"  # one that waits, at its start, for the launches before it (mk/launches.py)
@@ -151,7 +152,7 @@ def build(
 
 
 def build_for(config: Config, geometry: Geometry, splits: SplitPolicy, *more: str) -> Library:
-    """`build` of the kernel as `engine.ring`, `engine.handoff` and `routing` want it, with `more` defines."""
+    """`build` of the kernel as `engine` and `routing` want it, with `more` defines."""
     return build(geometry, splits, defines=(*defines_of(config), *more))
 
 
@@ -169,7 +170,7 @@ def build_probe(source: Path, cache: Path | None = None) -> Path:
 
 
 def defines_of(config: Config) -> tuple[str, ...]:
-    """What the kernel is compiled with beyond its geometry: nothing, but for an ablation."""
+    """What the kernel is compiled with beyond its geometry: nothing, but for an ablation or a trace."""
     ring, handoff = config.engine.ring, config.engine.handoff
     chosen = (
         (ring.slots != RING_SLOTS, f"MK_RING_SLOTS={ring.slots}"),
@@ -178,6 +179,8 @@ def defines_of(config: Config) -> tuple[str, ...]:
         (handoff.pollers == "warps", "MK_POLL_BY_WARPS"),
         (handoff.polls == "relaxed", "MK_RELAXED_POLLS"),
         (config.routing.name == "oracle", "MK_ORACLE"),
+        (config.engine.trace != "none", TRACE_DEFINE),
+        (config.engine.trace == "waits", "MK_TRACE_WAITS"),
     )
     return tuple(define for wanted, define in chosen if wanted)
 

@@ -242,10 +242,12 @@ class EngineConfig:
     run_ahead: int  # steps that may be in flight at a time, beyond those whose tokens the decode loop has read
     prefix_cache: PrefixCacheConfig
     script: str | None = None  # scripted: a JSON file, [{"when": ..., "say": ...}, ...]
+    trace: str = "none"  # what the kernel notes of a step: none; moments; or waits, how long each took, too
 
     def __post_init__(self) -> None:
         require_one_of("engine.numerics", self.numerics, ("float32", "kernel"))
         require_one_of("engine.prefill_policy", self.prefill_policy, ("pause", "interleave"))
+        require_one_of("engine.trace", self.trace, ("none", "moments", "waits"))
         for key in ("steps_between_chunks", "held_steps", "run_ahead"):
             require_at_least(f"engine.{key}", getattr(self, key), 1)
         check_optional("engine", self, ("script",) if self.name == "scripted" else ())

@@ -1,4 +1,4 @@
-"""What a step of a trace build (`-DMK_TRACE`) left behind: when each SM published, streamed, computed and stored.
+"""What a step of a trace build (`engine.trace`) left behind: when each SM published, streamed, computed and stored.
 
 A record is 16 words, whose order csrc/trace.cuh fixes. Times are cycles of the SM's own clock; `StepTrace` turns them
 into microseconds since the first SM of the step began, through the card's clock that each SM read at its start.
@@ -22,7 +22,6 @@ from mk.errors import MkError
 from mk.isa import ISA, Word
 from mk.schedule.lower import Program
 
-TRACE_DEFINE = "MK_TRACE"
 _WORD = 0xFFFFFFFF
 _END = _WORD  # the opcode of the entry that ends an SM's main track
 Floats = npt.NDArray[np.float64]
@@ -88,9 +87,9 @@ TALLIES = ("ring_full", "window", "ring_empty", "tile_full")
 class StepTrace:
     """One step. sm, opcode, layer, task: int64 [n], SM after SM in list order; us: name of a word -> float64 [n].
 
-    The words of `TIMES` are moments in microseconds, those of `TALLIES` durations. A moment that a role never came to
-    (a consumer that need not wait) is NaN. aside: of the tasks aside, float64 [m] by the names of `ASIDE`, moments
-    alike; empty where they are not known.
+    The words of `TIMES` are moments in microseconds, those of `TALLIES` durations, 0 where waits are not noted. A
+    moment that a role never came to (a consumer that need not wait) is NaN. aside: of the tasks aside, float64 [m] by
+    the names of `ASIDE`, moments alike; empty where they are not known.
     """
 
     sm: npt.NDArray[np.int64]
@@ -187,7 +186,7 @@ class StepTrace:
             raise MkError(f"{path}: is no trace of a step ({type(error).__name__})") from error
 
     def causes(self) -> dict[str, dict[str, float]]:
-        """Microseconds an SM, mean over SMs, by operation and cause.
+        """Microseconds an SM, mean over SMs, by operation and cause. Of a build that notes waits.
 
         Of the consumers: `poll` (a counter), `empty` (nothing streamed yet), `storer` (no room for a tile), `work`,
         `entry` (before the descriptor was there). Of the producer: `window` (streaming as fast as the window lets it),

@@ -28,6 +28,7 @@ SMALL: dict[str, Sequence[str]] = {
     "kernel_ablation": SIMULATED,
     "ring_ablation": SIMULATED,
     "sampling_ablation": SIMULATED,
+    "trace_ablation": SIMULATED,
     "plan_ablation": [*SIMULATED, variants("wave_order=default,parted")],
     "ladder": [
         *SIMULATED,

@@ -63,7 +63,7 @@ def test_a_variant_that_cannot_be_is_named(override: str, message: str) -> None:
         vary(load_config(["experiment=decode_throughput"]), [override])
 
 
-ABLATIONS = ("wave_order", "placement", "schedule", "routing", "kernel", "ring", "sampling", "plan")
+ABLATIONS = ("wave_order", "placement", "schedule", "routing", "kernel", "ring", "sampling", "trace", "plan")
 
 
 @pytest.mark.parametrize("name", ABLATIONS)
@@ -92,6 +92,7 @@ def test_the_ablations_have_what_they_are_named_for() -> None:
     assert {r.name for r in routings} == {"uniform", "correlated", "adversarial", "checkpoint", "oracle"}
     rings = values("ring_ablation", lambda job: (job.engine.ring.slots, job.engine.ring.window_kb))
     assert rings == [(22, 32), (18, 32), (20, 32)]
+    assert values("trace_ablation", lambda job: job.engine.trace) == ["none", "moments", "waits"]
     draws = values("sampling_ablation", lambda job: decode_throughput.configured_sampling(job, 1)[0])
     assert draws[0].greedy and not any(params.greedy for params in draws[1:])
     assert {(params.top_k > 0, params.top_p < 1) for params in draws[1:]} == {(a, b) for a in (0, 1) for b in (0, 1)}

@@ -1,5 +1,6 @@
-// Where a step's time goes: one record a descriptor that an SM runs, kept with -DMK_TRACE: the main track's from record 1
-// on, those of the track aside from the last record backwards.
+// Where a step's time goes: one record a descriptor that an SM runs, kept with -DMK_TRACE, and with -DMK_TRACE_WAITS too,
+// which costs more, how long it waited. The main track's are from record 1 on, those of the track aside from the last
+// record backwards.
 //
 // Roles leave their moments in shared memory, beside the entry of the task ring; the controller takes a record to global
 // memory when it puts the next entry there, so that to note a moment costs a role a store.
@@ -35,16 +36,10 @@ enum TraceWord : int {
 struct Marks {
   uint32_t words[ENTRIES][TRACE_WORDS];
 };
-// Cycles that a thread waited since its last entry; in a register, because shared memory would cost the waits more.
-struct Tally {
-  uint32_t cycles = 0;
-};
 
 DEVICE uint32_t trace_clock() { return static_cast<uint32_t>(sm_cycles()); }
-DEVICE void trace_wait(Tally& t, uint32_t since) { t.cycles += trace_clock() - since; }
 // One lane of a role calls these; `entry`: its place in the task ring.
 DEVICE void trace_mark(Marks& m, int entry, TraceWord word) { m.words[entry][word] = trace_clock(); }
-DEVICE void trace_spent(Marks& m, int entry, TraceWord word, const Tally& t) { m.words[entry][word] = t.cycles; }
 
 // A lane's word of a record of this block.
 DEVICE void trace_word(const StepParams& p, int record, int word, uint32_t value) {
@@ -53,6 +48,7 @@ DEVICE void trace_word(const StepParams& p, int record, int word, uint32_t value
 }
 // Record 0, by one thread.
 DEVICE void start_trace(const StepParams& p) {
+  if (!p.trace_records) return;
   uint32_t* begin = p.trace + static_cast<size_t>(blockIdx.x) * p.trace_records * TRACE_WORDS;
   const uint64_t now = nanoseconds();
   begin[T_OPCODE] = sm_number();
@@ -91,15 +87,24 @@ DEVICE void trace_aside(const StepParams& p, int count, const int* d, uint32_t b
 }
 #else
 struct Marks {};
-struct Tally {};
 DEVICE uint32_t trace_clock() { return 0; }
-DEVICE void trace_wait(Tally&, uint32_t) {}
 DEVICE void trace_mark(Marks&, int, TraceWord) {}
-DEVICE void trace_spent(Marks&, int, TraceWord, const Tally&) {}
 DEVICE void start_trace(const StepParams&) {}
 DEVICE void trace_turn(const StepParams&, Marks&, int, int, int) {}
 DEVICE void trace_published(Marks&, int, int, int) {}
 DEVICE void trace_end(Marks&, int) {}
 DEVICE void flush_trace(const StepParams&, Marks&, int, int) {}
 DEVICE void trace_aside(const StepParams&, int, const int*, uint32_t) {}
+#endif
+
+// Cycles that a thread waited since its last entry.
+#ifdef MK_TRACE_WAITS
+struct Tally {
+  uint32_t cycles = 0;
+};
+DEVICE void trace_wait(Tally& t, uint32_t since) { t.cycles += trace_clock() - since; }
+DEVICE void trace_spent(Marks& m, int entry, TraceWord word, const Tally& t) { m.words[entry][word] = t.cycles; }
+#else
+struct Tally {};
+DEVICE void trace_spent(Marks&, int, TraceWord, const Tally&) {}
 #endif

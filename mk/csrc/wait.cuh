@@ -23,15 +23,17 @@ class Guard {
       if ((++tries & 63) == 0 && given_up()) return false;
     return true;
   }
-  // The same; a trace build adds how long it took.
+  // The same, and adds how long it took.
   DEVICE bool wait(Barrier* b, uint32_t parity, Tally& waited) const {
-#ifdef MK_TRACE
+#ifdef MK_TRACE_WAITS
     if (barrier_test(b, parity)) return true;  // reading the clock twice where nobody waits would slow it
-#endif
     const uint32_t since = trace_clock();
     const bool ok = wait(b, parity);
     trace_wait(waited, since);
     return ok;
+#else
+    return wait(b, parity);
+#endif
   }
   DEVICE bool given_up() const { return *reinterpret_cast<volatile int*>(&s.given_up); }
   // The controller's: whether this SM must give up, because somebody did or the time limit has passed.
