@@ -120,6 +120,28 @@ def _change(row: Row) -> str:
     return f"{100 * of.ratio - 100:+.1f}" if of.detectable else "nothing"
 
 
+def _schedule_ablation(kept: Sequence[Kept]) -> Phrases:
+    """Of the arms that a search proposed and of the measured map, each against the schedule of its run."""
+    arms = _by(_rows(kept, "schedule_ablation"), "arm", "batch")
+    batches = (1, 2, 4, 8)
+    named = {
+        "8 proposed": "schedule_batch8.yaml",
+        "8 from there": "schedule_batch8_second.yaml",
+        "1 proposed": "schedule_batch1.yaml",
+        "4 proposed": "schedule_batch4.yaml",
+        "a map of the card": "sm_map.json",
+    }
+    for lead, name in named.items():
+        (arm,) = {arm for arm, _ in arms if str(arm).endswith(name)}
+        *first, last = [_change(arms[arm, batch]) for batch in batches]
+        yield f"{lead}: {', '.join(first)} and {last}"
+
+
+def _sm_map(kept: Sequence[Kept]) -> Phrases:
+    row = newest(_rows(kept, "sm_map"), lambda row: row.gpu)[-1].row
+    yield f"{row.handoff_ns:.0f} ns on average, of an SM {row.handoff_ns_least:.0f} to {row.handoff_ns_most:.0f}"
+
+
 def _kernel_ablation(kept: Sequence[Kept]) -> Phrases:
     arms = _by(_rows(kept, "kernel_ablation"), "arm", "batch")
 
@@ -221,8 +243,13 @@ def _accuracy(kept: Sequence[Kept]) -> Phrases:
 
 
 def _parity(kept: Sequence[Kept]) -> Phrases:
-    *first, last = sorted(of.row.context[0] for of in newest(_rows(kept, "parity"), lambda row: tuple(row.context)))
-    yield f"over {', '.join(f'{keys:,}' for keys in first)} and {last:,} tokens"
+    for model in ("nano", "north_mini_code"):
+        mine = [of for of in _rows(kept, "parity") if of.row.model == model]
+        rows = {of.row.context[0]: of.row for of in newest(mine, lambda row: tuple(row.context))}
+        *first, last = sorted(rows)
+        yield f"over {', '.join(f'{keys:,}' for keys in first)} and {last:,} tokens"
+        shares = {f"{(row.kl_median or 0.0) / (row.kl_median_bf16 or 0.0):.2f}" for row in rows.values()}
+        yield f"{' to '.join(sorted({min(shares), max(shares)}))} of bfloat16's"
 
 
 PHRASES: dict[str, Callable[[Sequence[Kept]], Phrases]] = {
@@ -230,6 +257,8 @@ PHRASES: dict[str, Callable[[Sequence[Kept]], Phrases]] = {
     "quickstart": _quickstart,
     "context_sweep": _context_sweep,
     "plan_ablation": _plan_ablation,
+    "schedule_ablation": _schedule_ablation,
+    "sm_map": _sm_map,
     "kernel_ablation": _kernel_ablation,
     "ring_ablation": _ring_ablation,
     "slow_sm": _slow_sm,
