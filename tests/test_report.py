@@ -19,8 +19,9 @@ from mk.readme_bullets import PHRASES, bullet_problems
 from mk.report import palette
 from mk.report.chart import Chart
 from mk.report.decode import layer_cost
-from mk.report.kept_rows import Kept, read_kept
+from mk.report.kept_rows import Kept, plan_of, read_kept
 from mk.report.page import FOLDER, PAGE, charts, draw, missing, stale
+from mk.report.plans import _short
 from mk.sources import ROOT
 from tests.promotion import repository
 from tests.report_rig import RESULTS, cell_is_right
@@ -262,3 +263,21 @@ def test_a_list_whose_rows_are_gone_is_told() -> None:
     few: list[Kept] = [of for of in KEPT if of.row.experiment != "kernel_ablation"]
     (problem,) = bullet_problems(README, few)
     assert problem.startswith("README, kernel_ablation: the rows kept do not have what it says")
+
+
+def test_an_arm_is_named_by_its_file_and_without_what_all_have() -> None:
+    assert _short("engine.ring.window_kb=56") == "ring.window_kb=56"
+    assert _short("schedule=search schedule.path=results/simulated/a.yaml") == "schedule=search schedule.path=a.yaml"
+    assert _short("placement=row_owner (again)") == "placement=row_owner (again)"
+
+
+def test_series_are_of_what_is_executed() -> None:
+    """Not of what a run was compared with, nor of which constants the simulator had then."""
+    some = next(of for of in KEPT if of.row.experiment == "decode_throughput" and of.config is not None)
+    assert some.config is not None
+    other = dataclasses.replace(some, config={**some.config, "baseline": {"name": "other"}, "gpu": {"name": "other"}})
+    assert plan_of(other) == plan_of(some) != ()
+    engine = some.config["engine"] | {"trace": "none"}
+    assert plan_of(dataclasses.replace(some, config={**some.config, "engine": engine})) == plan_of(some)
+    engine = engine | {"trace": "waits"}
+    assert plan_of(dataclasses.replace(some, config={**some.config, "engine": engine})) != plan_of(some)

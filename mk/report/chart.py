@@ -152,10 +152,11 @@ def legend(axes: Axes, where: Literal["upper left", "lower right"]) -> None:
     axes.legend(fontsize=8, frameon=False, loc=where)
 
 
-def legend_below(figure: Figure, axes: Axes) -> None:
+def legend_below(figure: Figure, axes: Axes, columns: int = 6) -> None:
     """The one of a panel, for all panels."""
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), fontsize=8, frameon=False)
+    columns = min(len(labels), columns)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
 
 
 def drawn(value: float | None) -> float:

@@ -20,14 +20,13 @@ from mk.report.chart import (
     Chart,
     Column,
     floor,
-    legend,
     legend_below,
     line,
     panels,
     powers,
     spread,
 )
-from mk.report.kept_rows import Kept, differing, newest
+from mk.report.kept_rows import Kept, differing, newest, plan_of
 from mk.roofline import step_bytes
 from mk.rows import Row
 
@@ -52,9 +51,10 @@ def charts(kept: Sequence[Kept]) -> Iterator[Chart]:
 def _against_batch(rows: Sequence[Kept]) -> Iterator[Chart]:
     """One a routing, of rows that all hold the most common number of keys."""
     for routing in sorted({of.row.routing for of in rows}):
+        plans = {of.row.config_hash: plan_of(of) for of in rows}
         mine = newest(
             (of for of in rows if of.row.routing == routing),
-            lambda row: (row.engine, row.bound, row.config_hash, row.batch, row.context[0]),
+            lambda row: (row.engine, row.bound, plans[row.config_hash], row.batch, row.context[0]),  # noqa: B023
         )
         counts = [of.row.context[0] for of in mine]
         keys = max(sorted(set(counts)), key=counts.count)
@@ -91,22 +91,22 @@ def _draw_batch(figure: Figure, rows: Sequence[Kept]) -> None:
         powers(axes, [of.row.batch for of in rows], "batch, rows")
         axes.set_ylabel(unit)
         axes.set_ylim(bottom=0)
-    legend(times, "upper left")
+    legend_below(figure, times, columns=3)
 
 
 def _series(rows: Sequence[Kept]) -> Iterator[tuple[str, str, list[Kept], str]]:
-    """(label, colour, rows, marker): by engine and bound, and by configuration, the one with the most rows first."""
+    """(label, colour, rows, marker): by engine and bound, and by what is executed, the newest of most rows first."""
 
     def kind(of: Kept) -> tuple[bool, str]:
         return of.row.bound is not None, of.row.bound or of.row.engine
 
     for (bound, name), group in groupby(sorted(rows, key=kind), key=kind):
         of_kind = list(group)
-        hashes = [of.row.config_hash for of in of_kind]
-        own = sorted(of_kind, key=lambda of: -hashes.count(of.row.config_hash))
-        for marker, (digest, other) in zip(cycle("osD^v"), differing(own).items(), strict=False):
-            series = [of for of in own if of.row.config_hash == digest]
-            other = other or series[0].run.rpartition("-")[2] * (digest != own[0].row.config_hash)
+        plans = [plan_of(of) for of in of_kind]
+        latest = sorted(of_kind, key=lambda of: of.row.time, reverse=True)
+        own = sorted(latest, key=lambda of: -plans.count(plan_of(of)))
+        for marker, (plan, other) in zip(cycle("osD^v"), differing(own).items(), strict=False):
+            series = sorted((of for of in own if plan_of(of) == plan), key=lambda of: of.row.batch)
             label = NAMES.get(name, name) + f", {other}" * bool(other)
             yield label, palette.colour(palette.BOUND if bound else palette.ENGINE, name), series, marker
 
@@ -166,13 +166,11 @@ LAYER = "A layer's share of a step, by cause"
 
 
 def _layer_cost(rows: Sequence[Kept]) -> Iterator[Chart]:
-    """Of runs that also timed the bound without waits."""
-    plain = newest((of for of in rows if of.row.bound is None), lambda row: (row.config_hash, row.batch))
-    bounds = {
-        (of.row.config_hash, of.row.batch): of
-        for of in newest((of for of in rows if of.row.bound == "zero_wait"), lambda row: (row.config_hash, row.batch))
-    }
-    pairs = [(of, bound) for of in plain if (bound := bounds.get((of.row.config_hash, of.row.batch)))]
+    """Of the newest run of each batch that also timed the bound without waits."""
+    bounds = {(of.run, of.row.config_hash, of.row.batch): of for of in rows if of.row.bound == "zero_wait"}
+    beside = [of for of in rows if of.row.bound is None and (of.run, of.row.config_hash, of.row.batch) in bounds]
+    plain = newest(beside, lambda row: row.batch)
+    pairs = [(of, bounds[of.run, of.row.config_hash, of.row.batch]) for of in plain]
     if not pairs or any(card(of.row.gpu).measured_tb_s is None for of, _ in pairs):
         return
     yield Chart(

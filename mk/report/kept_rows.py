@@ -53,17 +53,24 @@ def newest(rows: Iterable[Kept], key: Callable[[Row], Hashable]) -> list[Kept]:
     return list(best.values())
 
 
-def differing(rows: Iterable[Kept]) -> dict[str, str]:
-    """Config hash -> what its configuration says otherwise than that of the first row, experiment and run_dir apart;
-    empty text where nothing, or nothing is known."""
-    plain = {kept.row.config_hash: _plan(kept.config or {}) for kept in rows}
-    first = next(iter(plain.values()), {})
-    found = {}
-    for name, leaves in plain.items():
-        other = [key for key in first.keys() & leaves.keys() if leaves[key] != first[key]]
-        found[name] = ", ".join(f"{key.rpartition('.')[2]} {leaves[key]}" for key in sorted(other))
-    return found
+PLAN = ("model", "weights", "schedule", "wave_order", "placement", "routing", "sampling",
+        "engine.ring", "engine.handoff", "engine.attention", "engine.trace")  # fmt: skip
+"""Parts of a configuration that say what a step executes. Others say what it is compared with, or what to count."""
 
 
-def _plan(config: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(leaves_of({name: value for name, value in config.items() if name not in ("experiment", "run_dir")}))
+def plan_of(kept: Kept) -> tuple[tuple[str, str], ...]:
+    """What the row's configuration executes, by dotted key; the same for two that execute the same."""
+    parts = tuple(f"{part}." for part in PLAN)
+    leaves = sorted((key, str(value)) for key, value in leaves_of(kept.config or {}))
+    # rows that are older than the leaf say nothing of a trace
+    return tuple(leaf for leaf in leaves if f"{leaf[0]}.".startswith(parts) and leaf != ("engine.trace", "none"))
+
+
+def differing(rows: Iterable[Kept]) -> dict[tuple[tuple[str, str], ...], str]:
+    """Plan -> what it has otherwise than the first row's; empty text where nothing, or nothing is known."""
+    plans = list(dict.fromkeys(map(plan_of, rows)))
+    first = dict(plans[0]) if plans else {}
+    return {
+        plan: ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in plan if first.get(key, value) != value)
+        for plan in plans
+    }

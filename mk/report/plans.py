@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from matplotlib.figure import Figure
@@ -21,9 +22,13 @@ def charts(kept: Sequence[Kept]) -> Iterator[Chart]:
     if plans:
         yield _plans(newest(plans, lambda row: (row.wave_order, row.placement, row.schedule, row.batch)))
     arms = [of for of in kept if of.row.arm is not None and of.row.experiment.endswith("_ablation")]
-    compared = {of.row.experiment for of in arms if of.row.ratio_low is not None}
-    for experiment in sorted(compared):
-        yield _arms(experiment, newest((of for of in arms if of.row.experiment == experiment), _arm))
+    compared = [of for of in arms if of.row.ratio_low is not None]
+    for experiment in sorted({of.row.experiment for of in compared}):
+        # a folder's name ends in its configuration's hash: of a comparison that was repeated, the last arms
+        hashes = dict.fromkeys(of.run.rpartition("-")[2] for of in compared if of.row.experiment == experiment)
+        for number, digest in enumerate(hashes, start=1):
+            mine = (of for of in arms if of.row.experiment == experiment and of.run.endswith(f"-{digest}"))
+            yield _arms(experiment + f"_{number}" * (len(hashes) > 1), newest(mine, _arm))
 
 
 def _arm(row: Row) -> tuple[str | None, int]:
@@ -78,12 +83,12 @@ def _orders(rows: Sequence[Row]) -> set[str]:
     return {row.wave_order for row in rows}
 
 
-def _arms(experiment: str, rows: Sequence[Kept]) -> Chart:
+def _arms(name: str, rows: Sequence[Kept]) -> Chart:
     base = next(of.row.arm for of in rows if of.row.ratio is None)
     count = len({of.row.arm for of in rows if of.row.ratio is not None})
     return Chart(
-        experiment,
-        f"{experiment}: each arm beside “{base}”",
+        name,
+        f"{rows[0].row.experiment}: each arm beside “{base}”",
         "Ratio of step times over blocks that ran in turn, with its 95 % interval; left of 1 is faster. Grey: no "
         "detectable difference (the interval holds 1, or the effect is under 0.3 %). “(again)”: the first arm itself.",
         rows,
@@ -106,7 +111,11 @@ def _draw_arms(figure: Figure, rows: Sequence[Row]) -> None:
             place = names.index(row.arm or "")
             axes.plot([row.ratio_low, row.ratio_high], [place] * 2, color=colour, linewidth=1.5)
             axes.plot(row.ratio, place, "D" if "(again)" in (row.arm or "") else "o", color=colour, markersize=5)
-        shown = [name.replace("engine.", "") for name in names]
-        axes.set_yticks(range(len(names)), shown if number == 0 else [""] * len(names))
+        axes.set_yticks(range(len(names)), map(_short, names) if number == 0 else [""] * len(names))
         axes.set_ylim(len(names) - 0.5, -0.5)
-        axes.set_xlabel("ratio of step times")
+        axes.set_xlabel("ratio of times")
+
+
+def _short(arm: str) -> str:
+    """Without `engine.` and the folders of files."""
+    return re.sub(r"=\S*/", "=", arm.replace("engine.", ""))
