@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import re
 import shutil
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from mk.report import palette
 from mk.report.chart import Chart
 from mk.report.decode import layer_cost
 from mk.report.kept_rows import Kept, plan_of, read_kept
-from mk.report.page import FOLDER, PAGE, charts, draw, missing, stale
+from mk.report.page import COULD, FOLDER, PAGE, charts, draw, missing, stale
 from mk.report.plans import _short
 from mk.sources import ROOT
 from tests.promotion import repository
@@ -281,3 +282,27 @@ def test_series_are_of_what_is_executed() -> None:
     assert plan_of(dataclasses.replace(some, config={**some.config, "engine": engine})) == plan_of(some)
     engine = engine | {"trace": "waits"}
     assert plan_of(dataclasses.replace(some, config={**some.config, "engine": engine})) != plan_of(some)
+
+
+def test_a_comparison_that_was_repeated_is_drawn_as_it_was_the_last_time() -> None:
+    """Whatever its folder is called; and two comparisons stay two."""
+
+    def repeated(experiment: str, name: Callable[[str], str]) -> list[Kept]:
+        mine = [of for of in KEPT if of.row.experiment == experiment]
+        return [dataclasses.replace(of, run=name(of.run), row=dataclasses.replace(of.row, time="2999")) for of in mine]
+
+    drawn = {chart.name: chart for chart in charts([*KEPT, *repeated("kernel_ablation", lambda run: "again")])}
+    assert {of.run for of in drawn["kernel_ablation"].rows} == {"again"}
+    assert len(drawn["kernel_ablation"].rows) == len(CHARTS["kernel_ablation"].rows)
+    twice = {chart.name: chart for chart in charts([*KEPT, *repeated("schedule_ablation", lambda run: f"{run}-2")])}
+    for name in ("schedule_ablation_1", "schedule_ablation_2"):
+        assert {of.run for of in twice[name].rows} == {f"{of.run}-2" for of in CHARTS[name].rows}
+        assert twice[name].title == CHARTS[name].title
+    assert CHARTS["schedule_ablation_1"].title != CHARTS["schedule_ablation_2"].title
+
+
+def test_the_page_says_of_which_experiments_it_could_have_figures() -> None:
+    (line,) = [line for line in missing(KEPT, []) if "ladder" in line]
+    row = dataclasses.replace(KEPT[0].row, experiment="ladder", clock=None)
+    assert line not in missing([*KEPT, dataclasses.replace(KEPT[0], row=row)], [])
+    assert all((ROOT / "configs" / "experiment" / f"{name}.yaml").is_file() for name in COULD)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -74,3 +74,10 @@ def differing(rows: Iterable[Kept]) -> dict[tuple[tuple[str, str], ...], str]:
         plan: ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in plan if first.get(key, value) != value)
         for plan in plans
     }
+
+
+def told_apart(rows: Sequence[Kept]) -> list[str]:
+    """What each row's plan says of the keys in which they differ; empty texts where they do not."""
+    plans = [dict(plan_of(of)) for of in rows]
+    keys = sorted(key for key in set().union(*plans) if len({plan.get(key) for plan in plans}) > 1)
+    return [", ".join(f"{key.rpartition('.')[2]} {plan.get(key, 'none')}" for key in keys) for plan in plans]

@@ -19,11 +19,19 @@ PAGE, FOLDER = "report.html", "figures"
 
 # what a figure could show and no row holds
 WITHOUT_ROWS = (
-    "The ablation ladder (tiles launched one by one, as a graph, with grid barriers): there is no such experiment.",
     "A timeline of the SMs, and an SM's time by operation and cause: a trace build writes both to its run folder, as "
     "tables and a file for ui.perfetto.dev; no row holds them.",
-    "Serving over HTTP beside another engine's server: no kept run.",
 )
+# of experiments that a figure could be of
+COULD = {
+    "ladder": "The ablation ladder, from one launch a wave to the kernel as it runs",
+    "op_bench": "Every operation alone, beside torch",
+    "wave_occupancy": "How long SMs idle in a layer, wave by wave",
+    "serving": "Serving over HTTP beside another engine's server",
+    "agent_trial": "Conversations of a coding agent with either server",
+    "sampling_ablation": "What drawing tokens costs",
+    "trace_ablation": "What a trace costs",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +83,9 @@ def missing(kept: Sequence[Kept], drawn: Sequence[Chart]) -> list[str]:
     """What the page does not show, a line each: figures that no row gives, and runs that no figure is of."""
     shown = {of.run for chart in drawn for of in chart.rows}
     lines = {f"No figure is of {folder_of(of)}." for of in kept if of.run not in shown}
-    return [*WITHOUT_ROWS, *sorted(lines)]
+    measured = {of.row.experiment for of in kept if of.row.clock is None}
+    never = [f"{what}: no kept run of {name}." for name, what in COULD.items() if name not in measured]
+    return [*WITHOUT_ROWS, *never, *sorted(lines)]
 
 
 def folder_of(kept: Kept) -> str:

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 
 from mk.report import palette
 from mk.report.chart import ARM, BATCH, CONTEXT, PLAN, RATIOS, SHARE, TIMES, Chart, drawn, panels
-from mk.report.kept_rows import Kept, newest
+from mk.report.kept_rows import Kept, newest, told_apart
 from mk.rows import Row
 from mk.step_figures import Ratio
 
@@ -24,15 +24,29 @@ def charts(kept: Sequence[Kept]) -> Iterator[Chart]:
     arms = [of for of in kept if of.row.arm is not None and of.row.experiment.endswith("_ablation")]
     compared = [of for of in arms if of.row.ratio_low is not None]
     for experiment in sorted({of.row.experiment for of in compared}):
-        # a folder's name ends in its configuration's hash: of a comparison that was repeated, the last arms
-        hashes = dict.fromkeys(of.run.rpartition("-")[2] for of in compared if of.row.experiment == experiment)
-        for number, digest in enumerate(hashes, start=1):
-            mine = (of for of in arms if of.row.experiment == experiment and of.run.endswith(f"-{digest}"))
-            yield _arms(experiment + f"_{number}" * (len(hashes) > 1), newest(mine, _arm))
+        mine = [of for of in arms if of.row.experiment == experiment]
+        comparisons = _last_of_each(mine)
+        others = told_apart([_base(rows) for rows in comparisons])
+        for number, (rows, other) in enumerate(zip(comparisons, others, strict=True), start=1):
+            yield _arms(experiment + f"_{number}" * (len(comparisons) > 1), rows, other)
 
 
-def _arm(row: Row) -> tuple[str | None, int]:
-    return row.arm, row.batch
+def _last_of_each(rows: Sequence[Kept]) -> list[list[Kept]]:
+    """The runs, each the last that compared the same configurations."""
+    runs: dict[str, list[Kept]] = {}
+    for of in rows:
+        runs.setdefault(of.run, []).append(of)
+    last = {frozenset(of.row.config_hash for of in run): run for run in sorted(runs.values(), key=_ended)}
+    return sorted(last.values(), key=_ended)
+
+
+def _ended(run: Sequence[Kept]) -> str:
+    return max(of.row.time for of in run)
+
+
+def _base(run: Sequence[Kept]) -> Kept:
+    """A row of the arm that the others are compared with; of any where it failed."""
+    return next((of for of in run if of.row.ratio is None), run[0])
 
 
 def _plans(rows: Sequence[Kept]) -> Chart:
@@ -83,8 +97,9 @@ def _orders(rows: Sequence[Row]) -> set[str]:
     return {row.wave_order for row in rows}
 
 
-def _arms(name: str, rows: Sequence[Kept]) -> Chart:
-    base = next(of.row.arm for of in rows if of.row.ratio is None)
+def _arms(name: str, rows: Sequence[Kept], other: str) -> Chart:
+    """other: what the first arm has otherwise than those of the experiment's other comparisons."""
+    base = _short(_base(rows).row.arm or "") + f", {other}" * bool(other)
     count = len({of.row.arm for of in rows if of.row.ratio is not None})
     return Chart(
         name,
