@@ -34,7 +34,7 @@ from mk.runs import ROOT, RunFolder
 PLANTED = "MK_PLANTED_RACE"
 PLANTED_FILE = "delay.cuh"
 _ROUTE = "read behind {0} and, two layers on, written by the storer, which has then stored all that was read with it"
-EXPLAINED = {
+EXPLAINED = {  # of a write and a read
     "bulk_copy": "a slot's copy is issued when all its readers gave the slot back (ring_empty), and read when it has "
     "landed (ring_full)",
     "Attention::scores": "the newest key goes into its slot by the one warp that reads that strip, between ring_full "
@@ -44,9 +44,11 @@ EXPLAINED = {
     "TopK::list": _ROUTE.format("route_ready"),
     "TopK::announce": _ROUTE.format("route_ready"),
     "TopK::run": _ROUTE.format("route_weighed"),
-    "Guard::at": "where a role is, for a stall's report: of the eight consumer warps, any will do",
+    # of two writes
+    "Attention::scores + bulk_copy": "the newest key goes into its slot between ring_full and ring_empty",
+    "Guard::at + Guard::at": "where a role is, for a stall's report: of the eight consumer warps, any will do",
 }
-"""Function that writes -> why what it writes is read by others in order, or need not be."""
+"""Function that writes, or two that do -> why what they write comes in order, or need not."""
 
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed)")
 _FINDING = re.compile(r"=+\s+(?:Error|Warning|Info)\b")
@@ -140,10 +142,8 @@ def parse(tool: str, output: str) -> Finding:
 
 
 def reason(hazard: str) -> str | None:
-    """Why a hazard is none: the reasons of all its writes. None where one of them has no reason."""
-    writers = sorted(set(re.findall(r"([\w:]+) [\w.]+:\d+ \((?:Write|Atomic)\)", hazard)))
-    reasons = [EXPLAINED.get(writer) for writer in writers]
-    return "; ".join(filter(None, reasons)) if writers and all(reasons) else None
+    """Why a hazard is none; None where it has no reason. A reason for what is read is none for two writes."""
+    return EXPLAINED.get(" + ".join(sorted(re.findall(r"([\w:]+) [\w.]+:\d+ \((?:Write|Atomic)\)", hazard))))
 
 
 def verdicts(memory: Finding, races: Finding, planted: Finding) -> dict[str, bool]:
