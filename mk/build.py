@@ -26,7 +26,7 @@ from mk.model.geometry import SLOT_K, Geometry, tile_rules
 from mk.ring import RING_SLOTS
 from mk.splits import SplitPolicy
 
-TRACE_DEFINE = "MK_TRACE"  # a kernel that notes when its roles come to what (mk/trace.py)
+TRACE_DEFINES = {"none": (), "moments": ("MK_TRACE",), "waits": ("MK_TRACE", "MK_TRACE_WAITS")}  # by engine.trace
 ZERO_WAIT_DEFINE = "MK_ZERO_WAIT"  # a kernel that waits for no other SM: for the bound alone
 NO_RUN_AHEAD = "MK_NO_RUN_AHEAD"  # one that streams nothing past a wait
 DEPENDENT_LAUNCH = "MK_DEPENDENT_LAUNCH"  # one that waits, at its start, for the launches before it (mk/launches.py)
@@ -179,10 +179,8 @@ def defines_of(config: Config) -> tuple[str, ...]:
         (handoff.pollers == "warps", "MK_POLL_BY_WARPS"),
         (handoff.polls == "relaxed", "MK_RELAXED_POLLS"),
         (config.routing.name == "oracle", "MK_ORACLE"),
-        (config.engine.trace != "none", TRACE_DEFINE),
-        (config.engine.trace == "waits", "MK_TRACE_WAITS"),
     )
-    return tuple(define for wanted, define in chosen if wanted)
+    return tuple(define for wanted, define in chosen if wanted) + TRACE_DEFINES[config.engine.trace]
 
 
 def is_built(config: Config, geometry: Geometry, cache: Path | None = None) -> bool:

@@ -461,6 +461,11 @@ class Config:
                 f"engine.ring.slots={self.engine.ring.slots}: the kernel takes {FEWEST_SLOTS}..{RING_SLOTS}",
                 hint=f"engine.ring.slots={RING_SLOTS}",
             )
+        if self.engine.trace != "none" and self.engine.name not in ("cuda", "auto"):
+            raise MkError(
+                f"engine.trace={self.engine.trace}: engine={self.engine.name} notes nothing, the kernel does",
+                hint="engine=cuda",
+            )
 
 
 GROUPS = tuple(field.name for field in dataclasses.fields(Config) if field.name not in ("run_dir", "debug"))

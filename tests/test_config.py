@@ -23,7 +23,7 @@ COMPANIONS = {
     "engine=scripted": ["engine.script=replies.json"],
     "experiment=rerun": ["run=any"],
     "placement=sm_map": ["placement.path=sm_map.json"],
-    "schedule=search": [f"schedule.path={CONFIG_DIR.parent / 'results/simulated/schedule_batch8.yaml'}"],
+    "schedule=search": [f"schedule.path={CONFIG_DIR.parent / 'results/simulated/schedule_batch1.yaml'}"],
 }
 EVERY_OPTION = [(group, option) for group in GROUPS for option in group_options(group)]
 

@@ -19,7 +19,17 @@ import pytest
 from experiments.sanitize import PLANTED
 from mk import build as building
 from mk import step_params
-from mk.build import CSRC, DEPENDENT_LAUNCH, NO_RUN_AHEAD, Library, build, defines_of, find_nvcc, geometry_header
+from mk.build import (
+    CSRC,
+    DEPENDENT_LAUNCH,
+    NO_RUN_AHEAD,
+    TRACE_DEFINES,
+    Library,
+    build,
+    defines_of,
+    find_nvcc,
+    geometry_header,
+)
 from mk.compose import load_config
 from mk.errors import MkError
 from mk.interpreter import Status
@@ -40,11 +50,15 @@ MAX_REGISTERS = 168  # a thread at launch: 384 of them share the 65,536 of an SM
 MAX_SPILL_BYTES = 0
 
 
+def configured_splits(*overrides: str) -> SplitPolicy:
+    attention = load_config(overrides).engine.attention
+    return SplitPolicy(attention.split_keys, attention.max_splits)
+
+
 @pytest.fixture(scope="module")
 def libraries() -> dict[str, Library]:
-    splits = SplitPolicy(128, load_config(["experiment=decode_throughput"]).engine.attention.max_splits)
     with ThreadPoolExecutor(2) as pool:
-        built = {name: pool.submit(build, geometry, splits) for name, geometry in GEOMETRIES.items()}
+        built = {name: pool.submit(build, geometry, configured_splits()) for name, geometry in GEOMETRIES.items()}
         return {name: future.result() for name, future in built.items()}
 
 
@@ -63,6 +77,23 @@ def test_no_number_of_splits_spills(most: int) -> None:
     """What merges a head's splits holds some of them at once, however many there are."""
     library = build(GEOMETRIES["nano"], SplitPolicy(128, most))
     assert (library.spill_bytes, library.stack_bytes) == (MAX_SPILL_BYTES, 0)
+
+
+def test_the_engine_that_is_chosen_by_itself_takes_what_the_kernel_was_built_as() -> None:
+    ours, auto = (load_config([f"engine={name}"]) for name in ("cuda", "auto"))
+    assert configured_splits("engine=cuda") == configured_splits("engine=auto")
+    assert configured_splits("experiment=decode_throughput") == configured_splits("engine=cuda")
+    assert (defines_of(auto), auto.engine.ring) == (defines_of(ours), ours.engine.ring)
+
+
+@pytest.mark.parametrize("trace", ["moments", "waits"])
+def test_a_trace_is_a_build_of_its_own_that_spills_little(trace: str) -> None:
+    defines = defines_of(load_config([f"engine.trace={trace}"]))
+    assert defines == TRACE_DEFINES[trace] != ()
+    assert all(f"#ifdef {define}\n" in (CSRC / "trace.cuh").read_text() for define in defines)
+    for geometry in GEOMETRIES.values():
+        library = build(geometry, configured_splits(), defines=defines)
+        assert library.stack_bytes <= 24 and library.spill_bytes <= 136  # part of what it costs
 
 
 def test_the_builds_for_tests_compile_too(libraries: dict[str, Library]) -> None:
@@ -100,7 +131,7 @@ def test_an_ablation_is_a_build_of_its_own(override: str, define: str) -> None:
     name = define.partition("=")[0]
     assert any(re.search(rf"^#ifn?def {name}\b", file.read_text(), re.MULTILINE) for file in CSRC.rglob("*.cuh"))
     for geometry in GEOMETRIES.values():
-        library = build(geometry, SplitPolicy(128, load_config().engine.attention.max_splits), defines=(define,))
+        library = build(geometry, configured_splits(), defines=(define,))
         # two registers of the oracle's consumers spill at full size: it is a bound, and says so by a little too much
         words = 2 if name == "MK_ORACLE" and geometry.layers > 5 else 0
         assert library.stack_bytes == 4 * words and library.spill_bytes <= 32 * words
@@ -223,7 +254,7 @@ def test_every_input_changes_the_key(fake, tmp_path: Path, monkeypatch: pytest.M
         assert is_new(), f"{source.name} renamed"
         moved.rename(source)
     assert not is_new()  # all is as it was
-    assert is_new(defines=("MK_TRACE",))
+    assert is_new(defines=TRACE_DEFINES["moments"])
     assert is_new(splits=SplitPolicy(256, 64))
     assert is_new(splits=SplitPolicy(128, 32))
     monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, "-G"))

@@ -1,4 +1,4 @@
-"""Sampling on a card: the kernel's tokens against the Python twin on the kernel's own logits, and what they cost."""
+"""Sampling on a card: the kernel's tokens against the Python twin on the kernel's own logits."""
 
 from __future__ import annotations
 
@@ -225,6 +225,3 @@ def test_a_logit_that_is_not_finite_is_a_status(nano: Runtime) -> None:
         nano["slots"].view(-1)[at] = value
     assert found.status.tolist() == [1, 1, 0, 1] and found.tokens.tolist() == [NO_TOKEN] * 4
     assert np.array_equal(decode(nano, program(nano, 4), MIX[:4], 3)[1], tokens)
-
-
-# ---- the price
