@@ -130,6 +130,7 @@ def _schedule_ablation(kept: Sequence[Kept]) -> Phrases:
         "1 proposed": "schedule_batch1.yaml",
         "4 proposed": "schedule_batch4.yaml",
         "a map of the card": "sm_map.json",
+        "of 512 keys": "engine.attention.split_keys=512",
     }
     for lead, name in named.items():
         (arm,) = {arm for arm, _ in arms if str(arm).endswith(name)}
