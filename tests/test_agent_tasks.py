@@ -14,13 +14,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from experiments import agent_trial
 from experiments.agents import programs
 from experiments.agents.exchange import Exchange
 from experiments.agents.figures import figures, raw_task
-from experiments.agents.task import Task, diff, score
+from experiments.agents.proxy import recording
+from experiments.agents.task import Task, diff, sampling, score
 from experiments.agents.trace import Trace
 from experiments.load_client import Answer
 from experiments.processes import at_home, run_within
@@ -375,6 +377,78 @@ def test_what_ends_the_wait_ends_the_program(tmp_path: Path) -> None:
 
 
 # ---- the proxy ----
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"stream_options": 5},
+        {"stream_options": [["include_usage", True]]},
+        {"stream_options": "all"},
+        {"stream_options": False},
+        {"stream": "yes"},
+        {"temperature": "warm"},
+        {"temperature": {"of": [1, 2]}},
+        {"messages": 5},
+        5,
+        [[1, 2]],
+        "[" * 100_000,
+        b"\xff",
+    ],
+    ids=lambda odd: str(odd)[:40],
+)
+def test_a_request_that_a_server_refuses_comes_to_it_as_it_is(odd: Any) -> None:
+    body: Any = {"model": "nano", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    if isinstance(odd, dict):
+        content = json.dumps(body | odd).encode()
+    else:
+        content = odd if isinstance(odd, bytes) else (odd if isinstance(odd, str) else json.dumps(odd)).encode()
+    with served() as running, recording(f"{running.url}/v1") as (proxy, url):
+        said = [
+            httpx.post(f"{base}/chat/completions", content=content, headers={"content-type": "application/json"})
+            for base in (f"{running.url}/v1", url)
+        ]
+    direct, through = said
+    assert (through.status_code, through.text) == (direct.status_code, direct.text)
+    assert 400 <= direct.status_code < 500
+    assert not isinstance(odd, dict) or [exchange.status for exchange in proxy.exchanges] == [direct.status_code]
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ([None], "the server's own"),
+        ([0, 0.0, 0.7], "temperature 0, temperature 0.7"),
+        (["warm"], "temperature 'warm'"),
+        ([True, [1], {"a": 2}], "temperature True, temperature [1], temperature {'a': 2}"),
+        ([10**400], "temperature 1" + "0" * 39),
+        ([float("nan"), float("-inf")], "temperature -inf, temperature nan"),
+    ],
+)
+def test_whatever_temperature_an_agent_asks_for_is_told(values: list[Any], told: str) -> None:
+    assert sampling([exchange(temperature=value) for value in values]) == told
+
+
+def test_a_task_whose_requests_are_refused_has_a_row(tmp_path: Path) -> None:
+    """Of an agent that asks for what nobody serves, and then ends."""
+    program = tmp_path / "odd"
+    body = json.dumps({"model": "nano", "messages": [], "stream": True, "stream_options": 5, "temperature": "warm"})
+    program.write_text(
+        f"""#!{sys.executable}
+import json, os, sys, urllib.request
+if sys.argv[1] == "--version": sys.exit(print("odd 1"))
+(provider,) = json.load(open(os.environ["OPENCODE_CONFIG"]))["provider"].values()
+headers = {{"Content-Type": "application/json"}}
+url = provider["options"]["baseURL"] + "/chat/completions"
+urllib.request.urlopen(urllib.request.Request(url, {body.encode()!r}, headers))
+"""
+    )
+    program.chmod(0o755)
+    tasks = "experiment.tasks=[write_ranges,mend_ledger]"
+    with served() as running:
+        _, rows, folder = tried(running.url, tmp_path, tasks, f"agent.program={program}")
+    assert [(row.turns, row.sampling, row.ended) for row in rows] == [(1, "temperature 'warm'", "status 1")] * 2
+    assert transcript(folder, "served-write_ranges")[1][0]["status"] in (400, 422)
 
 
 def exchange(**body: Any) -> Exchange:

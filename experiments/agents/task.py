@@ -35,6 +35,7 @@ from mk.runs import RunFolder
 
 SETUP_S, TEST_S = 60.0, 60.0  # that an agent's setting up, or its version, and a task's test may take
 MOST_DIFF = 200_000  # bytes of a file that is shown in a diff
+MOST_VALUE = 40  # characters of what an agent wrote in the place of a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +201,12 @@ def told_of(number: int, exchange: Exchange, begun: float) -> dict[str, Any]:
 
 
 def sampling(exchanges: Sequence[Exchange]) -> str:
-    """What the agent asked for, of a row."""
+    """What the agent asked for, of a row; of what is no number, as it was written."""
     asked = [exchange.body.get("temperature") for exchange in exchanges]
-    return ", ".join(sorted({"the server's own" if value is None else f"temperature {value:g}" for value in asked}))
+    return ", ".join(
+        sorted({"the server's own" if value is None else f"temperature {brief(value)}" for value in asked})
+    )
+
+
+def brief(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else repr(value)[:MOST_VALUE]
