@@ -114,7 +114,14 @@ def main(argv: list[str]) -> int:
         return tell(error, trace)
 
 
+def end_in_order() -> None:
+    """Has what was started ended too where this is told to end, or its terminal is gone. What nohup set stays."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
+
+
 if __name__ == "__main__":
     enter_environment()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what was started is ended in order
+    end_in_order()
     sys.exit(main(sys.argv[1:]))

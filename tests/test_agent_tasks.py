@@ -25,7 +25,6 @@ from experiments.agents.proxy import recording
 from experiments.agents.task import Task, diff, sampling, score
 from experiments.agents.trace import Trace
 from experiments.load_client import Answer
-from experiments.processes import at_home, run_within
 from experiments.settings import TASKS
 from mk.compose import load_config
 from mk.engine.scripted import Reply
@@ -362,18 +361,6 @@ def test_a_server_that_refuses_is_the_agents_to_deal_with(tmp_path: Path) -> Non
     _, asked = transcript(folder, "served-write_ranges")
     assert [turn["status"] for turn in asked] == [200, 400] and "context" in asked[1]["error"]
     assert (status, row.turns, row.answers, row.ended) == (0, 2, 1, "status 1")
-
-
-def test_what_ends_the_wait_ends_the_program(tmp_path: Path) -> None:
-    def look() -> None:
-        if (tmp_path / "child").exists():
-            raise KeyboardInterrupt
-
-    detached = "import os, time; os.setsid(); open('child', 'w').write(str(os.getpid())); time.sleep(600)"
-    command = [sys.executable, "-c", f"import os, time\nif os.fork() == 0:\n exec({detached!r})\ntime.sleep(600)"]
-    with pytest.raises(KeyboardInterrupt):
-        run_within(30, command, {"HOME": str(tmp_path)}, tmp_path / "log", tmp_path, look)
-    assert at_home(str(tmp_path)) == [] and not runs(int((tmp_path / "child").read_text() or "1000000"))
 
 
 # ---- the proxy ----
