@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from experiments import agent_trial
-from experiments.agents import programs
+from experiments.agents import programs, scoring
 from experiments.agents.exchange import Exchange
 from experiments.agents.figures import figures, raw_task
 from experiments.agents.proxy import recording
@@ -110,6 +110,15 @@ def test_a_task_fails_as_it_is_found_and_passes_when_solved(name: str, tmp_path:
     assert ASKED[name] in task.prompt and sum(ASKED[name] in Task.load(other).prompt for other in SOLVED) == 1
 
 
+FORGED = ['{"ran": 1, "failed": 0}', '{"nonce": "", "ran": 5, "failed": 0}']
+
+
+def test_all_of_a_tasks_tests_are_counted() -> None:
+    for path in TASKS.glob("*/test.py"):
+        text = path.read_text()
+        assert scoring.tests_in(path) == text.count("def test") > 2
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -117,6 +126,19 @@ def test_a_task_fails_as_it_is_found_and_passes_when_solved(name: str, tmp_path:
         ("ranges.py", "import os\nos._exit(0)\n"),
         ("ranges.py", 'raise SystemExit(0)\nprint(\'{"ran": 1, "failed": 0}\')\n'),
         ("ranges.py", "def parse_ranges(text:\n"),
+        *(
+            ("ranges.py", f"import os, sys\n{text}\n")
+            for text in (
+                *(f"print({said!r}, flush=True); os._exit(0)" for said in FORGED),
+                *(f"sys.stderr.write({said!r}); sys.stderr.flush(); os._exit(0)" for said in FORGED),
+                f"[open(path, 'w').write({FORGED[1]!r}) for path in sys.argv[1:]]; os._exit(0)",
+                f"import atexit; atexit.register(print, {FORGED[0]!r})\nsys.exit(0)",
+                # no test is run, of a kind that has none
+                "import unittest; unittest.TestCase.run = lambda self, result=None: None\nparse_ranges = None",
+                "import unittest; unittest.TestLoader.getTestCaseNames = lambda *_: []\nparse_ranges = None",
+                "def parse_ranges(text): os._exit(0)",
+            )
+        ),
     ],
 )
 def test_what_only_looks_solved_is_not(name: str, text: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import secrets
 import shutil
 import subprocess
 import sys
@@ -128,17 +129,25 @@ def repository(folder: Path, env: dict[str, str]) -> None:
 
 
 def score(folder: Path, test: Path, env: dict[str, str], log: Path) -> dict[str, int] | None:
-    """What `scoring.py` says of the folder; None where it does not come to its end, or there is no folder any more."""
+    """What `scoring.py` says of the folder; None where it does not come to its end, or to other tests than there are,
+    or there is no folder any more."""
     if not folder.is_dir():
         return None
-    command = [sys.executable, "-I", "-B", scoring.__file__, str(test)]
-    ended, _ = run_within(TEST_S, command, env, log, folder)
-    last = log.read_text(errors="replace").splitlines()[-1:]
+    nonce = secrets.token_hex()
+    with tempfile.TemporaryDirectory(prefix="mk-verdict-") as scratch:
+        path = Path(scratch) / "verdict"
+        path.write_text(nonce)
+        command = [sys.executable, "-I", "-B", scoring.__file__, str(test), str(path)]
+        with path.open() as verdict:  # that has no name any more when it is given
+            ended, _ = run_within(TEST_S, command, env, log, folder)
+            said = verdict.read()
     try:
-        found = json.loads(last[0]) if ended == "status 0" and last else None
-        return None if found is None else {name: int(found[name]) for name in ("ran", "failed")}
+        found = json.loads(said)
+        told = {name: int(found[name]) for name in ("ran", "failed")}
+        sound = ended == "status 0" and found["nonce"] == nonce and told["ran"] == scoring.tests_in(test)
     except (ValueError, LookupError, TypeError):
         return None
+    return told if sound else None
 
 
 def diff(before: Path, after: Path) -> Iterator[str]:
