@@ -329,10 +329,35 @@ def test_a_missing_agent_is_told_how_to_install(agent: str, tmp_path: Path, monk
 
 def test_an_agent_that_cannot_be_set_up_is_told(tmp_path: Path) -> None:
     program = tmp_path / "broken"
-    program.write_text("#!/bin/sh\necho no node here\nexit 3\n")
+    program.write_text('#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\necho no node here\nexit 3\n')
     program.chmod(0o755)
     with served() as running, pytest.raises(MkError, match="broken auth .*: status 3: no node here"):
         tried(running.url, tmp_path, ONE, "agent=cline", f"agent.program={program}")
+    (log,) = tmp_path.rglob("agent-auth.log")
+    assert log.read_text() == "no node here\n"
+
+
+@pytest.mark.parametrize("agent", programs.PROGRAMS)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("#!/no/such/interpreter\n", "cannot be executed: No such file"),
+        ("no program\n", "cannot be executed: Exec format error"),
+        ("\x7fELF", "cannot be executed: Exec format error"),
+        ("#!/bin/sh\necho no node here\nexit 3\n", "--version: status 3: no node here"),
+        ("#!/bin/sh\nkill -9 $$\n", "--version: signal 9"),
+    ],
+)
+def test_a_program_that_does_not_run_is_told_before_a_server_starts(
+    agent: str, text: str, said: str, tmp_path: Path
+) -> None:
+    program = tmp_path / "broken"
+    program.write_text(text)
+    program.chmod(0o755)
+    cfg = load_config([*SMALL, f"agent={agent}", f"agent.program={program}", f"run_dir={tmp_path / 'runs'}"])
+    with pytest.raises(MkError, match=f"agent.program={program} does not run: .*{said}") as caught:
+        agent_trial.main(cfg)
+    assert "make agents" in str(caught.value.hint) and not (tmp_path / "runs").exists()
 
 
 def test_an_agent_has_to_be_chosen() -> None:

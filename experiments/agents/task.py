@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from experiments.agents.trace import Trace
 from experiments.load_report import Engine
 from experiments.processes import run_within
 from experiments.settings import TASKS
-from mk.config import Config
+from mk.config import AgentConfig, Config
 from mk.errors import MkError
 from mk.rows import Row
 from mk.runs import RunFolder
@@ -52,9 +52,9 @@ class Task:
         return cls(name, (folder / "prompt.md").read_text().strip(), folder / "start", folder / "test.py")
 
 
-def run_task(cfg: Config, run: RunFolder, engine: Engine, task: Task) -> Row:
+def run_task(cfg: Config, run: RunFolder, engine: Engine, task: Task, version: str) -> Row:
     """The row of a task. What the agent asked and was answered, what it printed, the diff and the test's output lie in
-    the run folder, and the conversation as a trace for agent=replay.
+    the run folder, and the conversation as a trace for agent=replay. version: of the agent.
 
     Raises MkError where the server goes away, or the agent cannot be set up.
     """
@@ -69,9 +69,7 @@ def run_task(cfg: Config, run: RunFolder, engine: Engine, task: Task) -> Row:
             env = place.environment()
             repository(folder, env)
             try:
-                version, ended, wall_s = run_agent(
-                    cfg, place, task.prompt, told, lambda: require_server(cfg, run, proxy)
-                )
+                ended, wall_s = run_agent(cfg, place, task.prompt, told, lambda: require_server(cfg, run, proxy))
             finally:
                 write_exchanges(told / "requests.jsonl", proxy.exchanges)
         (told / "final.diff").write_text("".join(diff(task.start, folder)), errors="replace")
@@ -91,21 +89,43 @@ def run_task(cfg: Config, run: RunFolder, engine: Engine, task: Task) -> Row:
     )
 
 
-def run_agent(cfg: Config, place: Place, prompt: str, told: Path, look: Callable[[], None]) -> tuple[str, str, float]:
-    """(its version, how it ended, seconds that it took)."""
+def version_of(config: AgentConfig) -> str:
+    """What the agent's program says that it is. Raises MkError where there is none, or it cannot be executed."""
+    program = str(find(config))
+    with tempfile.TemporaryDirectory(prefix="mk-agent-", ignore_cleanup_errors=True) as scratch:
+        home = Path(scratch)
+        place = Place(home, home, "http://127.0.0.1/v1", "none", DEFAULT_CONTEXT)  # nobody is asked
+        env = {**place.environment(), **PROGRAMS[config.name](place, "", SETUP_S).env}
+        try:
+            said = call(program, ["--version"], env, home / "version.log", home)
+        except MkError as error:
+            raise MkError(
+                f"agent.program={config.program} does not run: {error}",
+                hint="make agents installs it in build/agents; agent.program=<path> names another",
+            ) from error
+    return said.split()[-1][:100] if said else "unknown"
+
+
+def run_agent(cfg: Config, place: Place, prompt: str, told: Path, look: Callable[[], None]) -> tuple[str, float]:
+    """(how it ended, seconds that it took). What it prints is in agent.log, and of a call to set it up in a log of that
+    call's name."""
     limit_s, program = cfg.experiment.limit_s, str(find(cfg.agent))
     launch = PROGRAMS[cfg.agent.name](place, prompt, limit_s)
     env = {**place.environment(), **launch.env}
-    log = told / "agent-setup.log"
-    for arguments in (*launch.before, ["--version"]):
-        ended, _ = run_within(SETUP_S, [program, *arguments], env, log, place.folder)
-        said = log.read_text(errors="replace").strip()
-        if ended != "status 0":
-            raise MkError(f"{program} {' '.join(arguments)}: {ended}: {said[-500:]}", hint=f"agent.program={program}")
-    version = said.split()[-1][:100] if said else "unknown"
+    for arguments in launch.before:
+        call(program, arguments, env, told / f"agent-{arguments[0]}.log", place.folder)
     ended, wall_s = run_within(limit_s, [program, *launch.arguments], env, told / "agent.log", place.folder, look)
     look()
-    return version, ended, wall_s
+    return ended, wall_s
+
+
+def call(program: str, arguments: Sequence[str], env: Mapping[str, str], log: Path, folder: Path) -> str:
+    """What it printed. Raises MkError where it does not end with status 0."""
+    ended, _ = run_within(SETUP_S, [program, *arguments], env, log, folder)
+    said = log.read_text(errors="replace").strip()
+    if ended != "status 0":
+        raise MkError(f"{program} {' '.join(arguments)}: {ended}: {said[-500:]}", hint=f"agent.program={program}")
+    return said
 
 
 def require_server(cfg: Config, run: RunFolder, proxy: Proxy) -> None:
