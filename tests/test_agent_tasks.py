@@ -360,6 +360,33 @@ def test_a_program_that_does_not_run_is_told_before_a_server_starts(
     assert "make agents" in str(caught.value.hint) and not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "No such file"),
+        ("", "Expecting value"),
+        ("[" * 100_000, "recursion"),
+        ('{"when": "hi", "say": "yes"}', "a list of replies, not"),
+        ("[5]", "must be a mapping"),
+        ('[{"when": "hi"}]', "say"),
+        ('[{"when": "hi", "say": "yes", "then": 1}]', "then"),
+        ('[{"when": 5, "say": "yes"}]', "a text to say at a text, not 'yes' at 5"),
+        ('[{"when": "hi", "say": null}]', "not None at 'hi'"),
+        ('[{"when": "hi", "say": ["yes"]}]', "a text to say"),
+        ('[{"when": "hi", "say": [1, true, -1]}]', "a text to say"),
+    ],
+    ids=lambda text: str(text)[:40],
+)
+def test_a_script_that_is_none_is_told_before_a_server_starts(text: str | None, said: str, tmp_path: Path) -> None:
+    script = tmp_path / "replies.json"
+    if text is not None:
+        script.write_text(text)
+    more = ["engine=scripted", f"engine.script={script}", f"run_dir={tmp_path / 'runs'}"]
+    with pytest.raises(MkError, match=f"engine.script={script}: .*{said}") as caught:
+        agent_trial.main(load_config([*SMALL, *more]))
+    assert '"when"' in str(caught.value.hint) and not (tmp_path / "runs").exists()
+
+
 def test_an_agent_has_to_be_chosen() -> None:
     with pytest.raises(MkError, match="needs an agent"):
         agent_trial.main(load_config(["experiment=agent_trial", "agent=none"]))
