@@ -7,8 +7,6 @@ import importlib.util
 import os
 import signal
 import sys
-import tempfile
-import traceback
 from pathlib import Path
 from typing import NoReturn
 
@@ -61,6 +59,7 @@ def run(argv: list[str], trace: bool) -> int:
     if len(jobs) == 1:
         return compose.experiment_main(configs[0].experiment.name)(configs[0]) or 0
     from mk import loggers
+    from mk.errors import tell
 
     loggers.begin_sweep(loggers.sweep_name(jobs))
     failed = {}
@@ -80,27 +79,10 @@ def run(argv: list[str], trace: bool) -> int:
     return next(iter(failed.values()))
 
 
-def tell(error: Exception, trace: bool) -> int:
-    """Print an error as a line and a hint; returns its exit status: 2 for a wrong input, 1 for a defect."""
-    from mk.errors import MkError
-
-    if trace:
-        traceback.print_exception(error)
-    if isinstance(error, MkError):
-        print(f"error: {error}", file=sys.stderr)
-        if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
-        return 2
-    if not trace:
-        with tempfile.NamedTemporaryFile("w", prefix="mk-traceback-", suffix=".txt", delete=False) as file:
-            traceback.print_exception(error, file=file)
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        print(f"error: {text}\nhint: the traceback is in {file.name}; MK_TRACE=1 prints it", file=sys.stderr)
-    return 1
-
-
 def main(argv: list[str]) -> int:
     """The exit status: 0, what the experiment returned, 2 for a wrong input, 1 for a defect, 130 for an interrupt."""
+    from mk.errors import tell
+
     trace = os.environ.get("MK_TRACE") == "1" or "debug=true" in argv
     try:
         return run(argv, trace)
@@ -114,7 +96,14 @@ def main(argv: list[str]) -> int:
         return tell(error, trace)
 
 
+def end_in_order() -> None:
+    """Has what was started ended too where this is told to end, or its terminal is gone. What nohup set stays."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
+
+
 if __name__ == "__main__":
     enter_environment()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what was started is ended in order
+    end_in_order()
     sys.exit(main(sys.argv[1:]))

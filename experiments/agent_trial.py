@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from experiments import load
-from experiments.agents import programs
 from experiments.agents.replay import replay
-from experiments.agents.task import Task, run_task
+from experiments.agents.task import Task, run_task, version_of
 from experiments.agents.trace import Trace
 from experiments.device_weights import open_weights
 from experiments.load_report import Engine, check_engines, measure_engines
@@ -37,12 +36,12 @@ def main(cfg: Config) -> int:
     if cfg.agent.name == "replay":
         trace = Trace.load(Path(cfg.agent.trace or ""))
         return trial(cfg, lambda run, engine: replay(cfg, run, trace, engine))
-    programs.find(cfg.agent)  # before minutes of a server's start
+    version = version_of(cfg.agent)  # before minutes of a server's start
     tasks = [Task.load(name) for name in cfg.experiment.tasks]
 
     def work(run: RunFolder, engine: Engine) -> None:
         for task in tasks:
-            print(line(run_task(cfg, run, engine, task)), flush=True)
+            print(line(run_task(cfg, run, engine, task, version)), flush=True)
 
     return trial(cfg, work, table)
 

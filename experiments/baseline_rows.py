@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from experiments.device_weights import open_weights
 from mk.config import Config
-from mk.model.geometry import Geometry
+from mk.model.opening import geometry_of
 from mk.rows import Row
 from mk.runs import RunFolder
 from mk.step_figures import experts_agree, median_ratio, raw_steps, step_figures
-
-
-def geometry_of(job: Config) -> Geometry:
-    return open_weights(job, torch.device("cpu")).geometry
 
 
 def append_beside(
@@ -30,7 +23,7 @@ def append_beside(
 ) -> Row:
     """Writes another engine's row at the kernel's batch and context, with its ratio to the kernel's where both touched
     as many experts, within 2 %. fields: of `Row`, `engine` among them; experts_by_layer: empty where uncounted."""
-    run, g, engine = run.under(job), geometry_of(job), fields["engine"]
+    run, g, engine = run.under(job), geometry_of(job.model), fields["engine"]
     counted = list(experts_by_layer) if len(experts_by_layer) == len(g.sparse_layers) else []
     raw = raw_steps(list(step_ms), counted)
     figures = step_figures(g, job.gpu, list(kernel.context), raw)

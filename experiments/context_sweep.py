@@ -31,7 +31,7 @@ def main(cfg: Config) -> int:
         print("\n".join([missing or NO_CARD] * bool(cases)))
         return status
     for _, job in jobs:
-        decode_throughput.check(job)
+        decode_throughput.check(job, cfg.experiment.name)
     notes, failed = [missing] if missing else [], []
     by_label = dict(jobs)
     pairs: list[tuple[Row, Row | None]] = []
@@ -69,20 +69,20 @@ def main(cfg: Config) -> int:
 def beside(cfg: Config, jobs: list[tuple[str, Config]]) -> list[tuple[int, int]]:
     """(context, batch) of what vLLM is to measure, that which needs the least room first; none with baseline=none.
 
-    Raises MkError for what it cannot stand beside.
+    Raises MkError for what a configured one cannot stand beside.
     """
     settings = cfg.experiment
     if cfg.baseline.vllm is None or not settings.baseline_contexts:
         return []
-    swept = [job.experiment.context for _, job in jobs]
-    for context in settings.baseline_contexts:
-        if context not in swept:
-            raise MkError(
-                f"experiment.baseline_contexts={settings.baseline_contexts}: {context} is none of the variants' "
-                f"contexts {swept}",
-                hint=f"experiment.baseline_contexts=[{swept[0]}], or baseline=none",
-            )
     if cfg.baseline.vllm.python or cfg.baseline.vllm.site:
+        swept = [job.experiment.context for _, job in jobs]
+        for context in settings.baseline_contexts:
+            if context not in swept:
+                raise MkError(
+                    f"experiment.baseline_contexts={settings.baseline_contexts}: {context} is none of the variants' "
+                    f"contexts {swept}",
+                    hint=f"experiment.baseline_contexts=[{swept[0]}], or baseline=none",
+                )
         if settings.axes != ["experiment.context"]:
             raise MkError(f"vLLM stands beside contexts, not experiment.axes={settings.axes}", hint="baseline=none")
         if cfg.weights.name != "random" or cfg.routing.name not in STRATEGIES:

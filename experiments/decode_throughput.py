@@ -32,6 +32,7 @@ from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.kv import KINDS, PageAllocator, blocks_of
 from mk.model.geometry import Geometry
+from mk.model.opening import geometry_of
 from mk.model.packing import PackedWeights
 from mk.programs import Plan, Programs, bucket_for
 from mk.ring import MIN_WINDOW, UNSAFE_SLOTS
@@ -180,23 +181,24 @@ def _check(
     return outcomes
 
 
-def check(cfg: Config) -> None:
-    """Refuses what this experiment cannot measure, or not here, before anything is loaded."""
-    check_settings(cfg)
+def check(cfg: Config, name: str | None = None) -> None:
+    """Refuses what this experiment cannot measure, or not here, before anything is loaded. name: of the experiment
+    that was asked for, where it is another one."""
+    check_settings(cfg, name)
     if not torch.cuda.is_available():
         raise MkError(
-            "decode_throughput needs a GPU, and torch sees none here",
+            f"{name or cfg.experiment.name} needs a GPU, and torch sees none here",
             hint="experiment=quickstart executes the same descriptors on a CPU, in the interpreter",
         )
     DeviceFacts.read().require(cfg.gpu)
 
 
-def check_settings(cfg: Config) -> None:
-    """Raises MkError for settings that cannot be timed, on any machine."""
+def check_settings(cfg: Config, name: str | None = None) -> None:
+    """Raises MkError for settings that cannot be timed, on any machine. name: as of `check`."""
     s, ring = cfg.experiment, cfg.engine.ring
     engine, most = cfg.engine.name, ring.slots - UNSAFE_SLOTS
     cases: list[tuple[bool, str, str | None]] = [
-        (engine in ("auto", "cuda"), f"decode_throughput times the kernel, not engine={engine}", "engine=cuda"),
+        (engine in ("auto", "cuda"), f"{name or s.name} times the kernel, not engine={engine}", "engine=cuda"),
         (bool(s.batches), "experiment.batches is empty", "experiment.batches=[1]"),
         (all(1 <= b <= MAX_ROWS for b in s.batches), f"experiment.batches={s.batches} must lie in 1..{MAX_ROWS}", None),
         (
@@ -212,11 +214,6 @@ def check_settings(cfg: Config) -> None:
             None,
         ),
         (
-            s.context > s.warmup + s.steps // 2,
-            f"experiment.context={s.context} leaves no room for {s.warmup} + {s.steps} steps around it",
-            "fewer steps, or a longer context",
-        ),
-        (
             MIN_WINDOW * SLOT_KB <= ring.window_kb <= most * SLOT_KB,
             f"engine.ring.window_kb={ring.window_kb}: the kernel takes {MIN_WINDOW * SLOT_KB}..{most * SLOT_KB}",
             None,
@@ -225,6 +222,23 @@ def check_settings(cfg: Config) -> None:
     for holds, message, hint in cases:
         if not holds:
             raise MkError(message, hint=hint)
+    check_context(cfg)
+
+
+def check_context(cfg: Config) -> None:
+    """Raises MkError for a context around which the steps have no room: before it, or in the model's positions."""
+    s, positions = cfg.experiment, geometry_of(cfg.model).max_positions
+    if s.context <= s.warmup + s.steps // 2:
+        raise MkError(
+            f"experiment.context={s.context} leaves no room for {s.warmup} + {s.steps} steps around it",
+            hint="fewer steps, or a longer context",
+        )
+    if s.context + s.steps // 2 > positions:
+        raise MkError(
+            f"experiment.context={s.context}, and {s.steps} steps around it, exceed the {positions} positions of "
+            f"model={cfg.model.name}",
+            hint=f"experiment.context={positions - s.steps // 2} is the most",
+        )
 
 
 def configured_sampling(cfg: Config, rows: int) -> list[SamplingParams]:

@@ -34,7 +34,7 @@ def main(cfg: Config) -> int:
     if not torch.cuda.is_available():
         return simulated_variants.run(cfg, jobs)
     for _, job in jobs:
-        decode_throughput.check(job)
+        decode_throughput.check(job, cfg.experiment.name)
     with RunFolder.create(cfg) as run:
         found, failed = on_card(cfg, jobs, run)
         print(f"\n{table(found, cfg.experiment.batches)}")
@@ -52,7 +52,7 @@ def timed_variants(cfg: Config) -> list[tuple[str, Config]]:
             "variants are timed without a bound or a trace", hint="experiment=decode_throughput, for one of them"
         )
     for _, job in jobs:
-        decode_throughput.check_settings(job)
+        decode_throughput.check_settings(job, cfg.experiment.name)
     return jobs
 
 

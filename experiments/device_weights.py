@@ -12,9 +12,8 @@ from experiments.console import progress
 from experiments.kernel_checks import Oracle, consult
 from mk.config import Config
 from mk.model.checkpoint import load_checkpoint
-from mk.model.geometry import PRESETS, Geometry
 from mk.model.hub import resolve_folder
-from mk.model.opening import NANO
+from mk.model.opening import NANO, geometry_of
 from mk.model.packing import PackedWeights, WeightLayout
 from mk.model.random_weights import RandomWeights
 from mk.model.tensors import WeightSource
@@ -22,18 +21,11 @@ from mk.model.tensors import WeightSource
 
 def open_weights(cfg: Config, device: torch.device) -> WeightSource:
     """The weights that the model and weights groups name. A tokenizer is not needed, so none is opened."""
-    model, extra = cfg.model, cfg.model.window == "vllm"
-    folder = NANO if model.preset == "nano" else None
-    if model.path is not None:
-        folder = resolve_folder(model.path, model.revision)
+    model = cfg.model
     if cfg.weights.name == "checkpoint":
-        assert folder is not None  # Config refuses the rest
-        return load_checkpoint(folder, window_includes_extra=extra)
-    if folder is None:
-        geometry = dataclasses.replace(PRESETS[model.preset], window_includes_extra=extra)
-    else:
-        geometry = Geometry.from_hf_config(folder, extra)
-    return RandomWeights(geometry, cfg.weights.seed or 0, device, qk_scale=cfg.weights.qk_scale or 1.0)
+        folder = NANO if model.path is None else resolve_folder(model.path, model.revision)  # Config refuses the rest
+        return load_checkpoint(folder, window_includes_extra=model.window == "vllm")
+    return RandomWeights(geometry_of(model), cfg.weights.seed or 0, device, qk_scale=cfg.weights.qk_scale or 1.0)
 
 
 def pack(source: WeightSource, device: torch.device) -> PackedWeights:

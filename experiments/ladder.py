@@ -31,11 +31,11 @@ def main(cfg: Config) -> int:
     """Exit status 1 if an arm failed, or left other bits than its neighbours; the others run all the same."""
     jobs = variants(cfg)
     for _, job in jobs:
-        decode_throughput.check_settings(job)
+        decode_throughput.check_settings(job, cfg.experiment.name)
     if not torch.cuda.is_available():
         return simulated_variants.run(cfg, jobs, to_previous=True)
     for _, job in jobs:
-        decode_throughput.check(job)
+        decode_throughput.check(job, cfg.experiment.name)
     with RunFolder.create(cfg) as run:
         found, failed = on_card(cfg, jobs, run, to_previous=True)
         failed += apart(found)

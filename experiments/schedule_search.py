@@ -60,8 +60,9 @@ def main(cfg: Config) -> int:
     if geometry is None or cfg.model.path is not None:
         raise MkError("schedule_search takes a geometry alone", hint="model=north_mini_code, or model=slice")
     on_card = bool(settings.rounds) and torch.cuda.is_available()
-    if on_card:
-        decode_throughput.check(decode_throughput.job_of(cfg))
+    (decode_throughput.check if on_card else decode_throughput.check_settings)(
+        decode_throughput.job_of(cfg), settings.name
+    )
     found: list[Row] = []
     failed: list[str] = []
     with RunFolder.create(cfg) as run:

@@ -8,6 +8,7 @@ that holds a resolved one: experiments/server_process.py starts it so.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +20,7 @@ from experiments.console import progress
 from mk.compose import stored_config
 from mk.config import Config
 from mk.engines import require_engine
+from mk.errors import tell
 from mk.model.opening import open_model
 from mk.model.packing import WeightLayout
 from mk.server.app import create_app
@@ -71,4 +73,7 @@ def opencode(url: str, service: Service) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(stored_config(OmegaConf.load(sys.argv[1]))))
+    try:
+        sys.exit(main(stored_config(OmegaConf.load(sys.argv[1]))))
+    except Exception as error:
+        sys.exit(tell(error, os.environ.get("MK_TRACE") == "1"))

@@ -110,6 +110,10 @@ KernelAblation = RingAblation = SamplingAblation = TraceAblation = PlanAblation 
 class ContextSweep(Variants):
     baseline_contexts: list[int]  # of the variants' contexts, that the baseline is measured at too
 
+    def __post_init__(self) -> None:
+        Variants.__post_init__(self)
+        require_once("experiment.baseline_contexts", self.baseline_contexts)
+
 
 @dataclass(slots=True)
 class OpBench(DecodeThroughput):

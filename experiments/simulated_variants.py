@@ -11,8 +11,8 @@ from experiments.forced_routing import forced_ids
 from mk.build import NO_RUN_AHEAD, defines_of
 from mk.config import Config
 from mk.errors import MkError
-from mk.model.geometry import PRESETS, Geometry
-from mk.model.opening import NANO
+from mk.model.geometry import Geometry
+from mk.model.opening import geometry_of
 from mk.programs import Plan, bucket_for
 from mk.rows import Row
 from mk.runs import RunFolder
@@ -42,7 +42,7 @@ def run(cfg: Config, jobs: Sequence[tuple[str, Config]], to_previous: bool = Fal
             last: tuple[Config, Geometry, Sample] | None = None  # that was simulated
             with progress(f"batch {batch}", len(jobs)) as done:
                 for number, (label, job) in enumerate(jobs, 1):
-                    geometry = geometry_of(job)
+                    geometry = geometry_of(job.model)
                     try:
                         if set(defines_of(job)) - {NO_RUN_AHEAD}:
                             raise MkError("another build of the kernel, of which the simulator knows nothing")
@@ -117,9 +117,3 @@ def simulated(
         **figures,
     )
     return run.append_row(row, raw), program
-
-
-def geometry_of(cfg: Config) -> Geometry:
-    """Of the configured model; no weights are opened."""
-    path = cfg.model.path or (NANO if cfg.model.preset == "nano" else None)
-    return PRESETS[cfg.model.preset] if path is None else Geometry.from_hf_config(path)

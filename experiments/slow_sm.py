@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from experiments.decode_rows import Timing
-from experiments.decode_throughput import measure
+from experiments.decode_throughput import check_context, measure
 from experiments.device_weights import open_weights, pack
 from experiments.forced_routing import forced_ids
 from experiments.kernel_checks import same_bits
@@ -101,11 +101,7 @@ def _check_settings(cfg: Config) -> None:
     s = cfg.experiment
     if not 0 <= s.sm < cfg.gpu.sms:
         raise MkError(f"experiment.sm={s.sm} must lie in 0..{cfg.gpu.sms - 1}", hint="experiment.sm=0")
-    if s.context <= s.warmup + s.steps // 2:
-        raise MkError(
-            f"experiment.context={s.context} leaves no room for {s.warmup} + {s.steps} steps around it",
-            hint="fewer steps, or a longer context",
-        )
+    check_context(cfg)
 
 
 def _run(cfg: Config, runtime: Runtime, program: Program, schedule: str, slow_ns: int) -> Run:

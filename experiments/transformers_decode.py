@@ -46,7 +46,7 @@ def main(cfg: Config) -> int:
         raise MkError("transformers_decode measures random weights", hint="weights=random")
     jobs = {r: decode_throughput.job_of(vary(cfg, [f"routing={r}"])) for r in settings.routings}
     for job in jobs.values():
-        decode_throughput.check(job)
+        decode_throughput.check(job, cfg.experiment.name)
     notes: list[str] = []
     with RunFolder.create(cfg) as run:
         before = card_state()

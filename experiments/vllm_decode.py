@@ -23,7 +23,7 @@ def main(cfg: Config) -> int:
         raise MkError("vllm_decode measures random weights", hint="weights=random")
     jobs = {r: decode_throughput.job_of(vary(cfg, [f"routing={r}"])) for r in cfg.experiment.routings}
     for job in jobs.values():
-        decode_throughput.check(job)
+        decode_throughput.check(job, cfg.experiment.name)
     missing = vllm_rows.missing(config)
     notes, failed = [missing] if missing else [], []
     pairs = []

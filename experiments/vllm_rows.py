@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from experiments.baseline_rows import append_beside, comparison, geometry_of
+from experiments.baseline_rows import append_beside, comparison
 from experiments.baselines import vllm_process as vllm
 from experiments.decode_throughput import KV_STD
 from mk.config import Config, VllmConfig
 from mk.errors import MkError
+from mk.model.opening import geometry_of
 from mk.rows import Row
 from mk.runs import RunFolder
 
@@ -40,7 +41,7 @@ def measure(job: Config, cases: Sequence[tuple[int, int]], run: RunFolder) -> vl
     config, settings, weights = job.baseline.vllm, job.experiment, job.weights
     assert config is not None
     spec = vllm.Spec(
-        geometry=geometry_of(job),
+        geometry=geometry_of(job.model),
         routing=job.routing.name,
         cases=list(cases),
         steps=settings.steps,

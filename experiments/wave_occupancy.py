@@ -16,11 +16,11 @@ from experiments import decode_throughput
 from experiments.decode_throughput import configured_sampling, measure, noting, open_runtime, plans
 from experiments.decode_variants import variants
 from experiments.device_weights import hold_weights
-from experiments.simulated_variants import geometry_of
 from mk.build import DEPENDENT_LAUNCH, build_for
 from mk.config import Config
 from mk.errors import MkError
 from mk.launches import WaveLaunches
+from mk.model.opening import geometry_of
 from mk.occupancy import Spans, busy, ends_of_layer, idle_by_wave
 from mk.programs import Plan, bucket_for
 from mk.rows import Row
@@ -34,14 +34,14 @@ def main(cfg: Config) -> int:
     """Exit status 0; whatever is wrong is an MkError."""
     jobs, layer = variants(cfg), cfg.experiment.layer
     for _, job in jobs:
-        decode_throughput.check_settings(job)
-        g = geometry_of(job)
+        decode_throughput.check_settings(job, cfg.experiment.name)
+        g = geometry_of(job.model)
         if layer not in g.sparse_layers or layer == 0:
             raise MkError(f"experiment.layer={layer} has no experts, or no layer before it", hint="experiment.layer=6")
     measured = torch.cuda.is_available()
     if measured:
         for _, job in jobs:
-            decode_throughput.check(job)
+            decode_throughput.check(job, cfg.experiment.name)
     else:
         print("simulated: torch sees no GPU here", flush=True)
     with RunFolder.create(cfg) as run:
@@ -82,7 +82,7 @@ def traced(job: Config, batch: int) -> tuple[Spans, dict[str, Any]]:
 
 def simulated(job: Config, batch: int, layer: int) -> tuple[Spans, dict[str, Any]]:
     """Of the step's first layers by the simulator, and fields of the row."""
-    settings, whole = job.experiment, geometry_of(job)
+    settings, whole = job.experiment, geometry_of(job.model)
     g = first_layers(whole, min(whole.layers, layer + 2))
     bucket = bucket_for(settings.context + settings.steps)
     program = Plan.from_config(job).lower(g, batch, bucket)

@@ -20,7 +20,7 @@ from mk.config import Config
 from mk.cuda_engine import CudaEngine
 from mk.decode_loop import DecodeLoop, TwinLoop
 from mk.device import DeviceFacts
-from mk.engine.scripted import Replies, ScriptedEngine
+from mk.engine.scripted import Replies, ScriptedEngine, read_replies
 from mk.errors import MkError
 from mk.interpreter import Machine, StepInputs, StepOutputs
 from mk.kv import KINDS, KVCache, PageAllocator, blocks_of, pages_for_contexts
@@ -290,7 +290,10 @@ def cuda_obstacle(config: Config, rows: int) -> MkError | None:
 
 
 def require_engine(config: Config, rows: int) -> None:
-    """Raises MkError for an engine asked for by name that cannot run here, saying what can."""
+    """Raises MkError for an engine asked for by name that cannot run here, saying what can, and for a script that is
+    none."""
+    if config.engine.name == "scripted":
+        read_replies(Path(config.engine.script or ""))
     obstacle = cuda_obstacle(config, rows) if config.engine.name == "cuda" else None
     if obstacle is not None:
         raise obstacle
@@ -351,7 +354,7 @@ def make_paged_engine(
     if name == "cuda":
         return _cuda_engine(config, model, rows, context, pages, progress, sizes)
     if name == "scripted" and pages is not None:
-        script = Replies.from_file(model.tokenizer, Path(config.engine.script or ""))
+        script = Replies(model.tokenizer, read_replies(Path(config.engine.script or "")))
         return ScriptedEngine(model.geometry, script, rows, context, pages, sizes=sizes, ahead=config.engine.run_ahead)
     if name != "interpreter":
         raise MkError(f"engine={name} has no paged KV", hint="engine=interpreter")

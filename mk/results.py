@@ -279,6 +279,10 @@ def main(argv: list[str]) -> int:
     results = ROOT / "results"
     try:
         if len(argv) == 2 and argv[0] == "promote":
+            if not all(run.strip() for run in argv[1].split(",")):
+                raise MkError(
+                    f"run={argv[1]} names a run that is empty", hint="make promote run=<the name of a folder in runs/>"
+                )
             runs = [Path(run) if Path(run).is_dir() else ROOT / "runs" / run for run in argv[1].split(",")]
             if len({run.resolve().name for run in runs}) < len(runs):
                 raise MkError(f"{argv[1]} names a run twice")

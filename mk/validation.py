@@ -32,7 +32,7 @@ def require_some_of(key: str, values: Sequence[str], allowed: Sequence[str]) -> 
         require_one_of(key, value, allowed)
 
 
-def require_once(key: str, values: Sequence[str]) -> None:
+def require_once(key: str, values: Sequence[object]) -> None:
     """A list that names nothing twice."""
     for value in values:
         if values.count(value) > 1:

@@ -20,7 +20,7 @@ def variants(*each: str) -> str:
 
 SMALL: dict[str, Sequence[str]] = {
     "quickstart": ["gpu.sms=2", "experiment.new_tokens=1", "experiment.ragged=null", "logger=wandb"],
-    "context_sweep": [*SIMULATED, variants("experiment.context=32,64"), "experiment.baseline_contexts=[64]"],
+    "context_sweep": [*SIMULATED, variants("experiment.context=32,64")],
     "wave_order_ablation": SIMULATED,
     "placement_ablation": SIMULATED,
     "schedule_ablation": [*SIMULATED, variants("schedule=static", CLAIMERS)],
@@ -92,10 +92,10 @@ REFUSED: dict[str, str] = {
     "prefill_throughput": "prefill_throughput needs a GPU",
     "prefill_tiles": "prefill_tiles needs a GPU",
     "slow_sm": "slow_sm needs a GPU",
-    "op_bench": "needs a GPU",
+    "op_bench": "op_bench needs a GPU",
     "sm_map": "sm_map measures a GPU",
-    "vllm_decode": "needs a GPU",
-    "transformers_decode": "needs a GPU",
+    "vllm_decode": "vllm_decode needs a GPU",
+    "transformers_decode": "transformers_decode needs a GPU",
     "sanitize": "no compute-sanitizer found",
     "vllm_serve": "no vLLM is configured",
     "accuracy_vllm": "no vLLM is configured",

@@ -155,7 +155,11 @@ def test_without_vllm_the_kernel_is_swept_and_what_is_missing_is_said(
         ([VLLM, "weights=checkpoint"], "not weights=checkpoint routing=uniform"),
         ([VLLM, "routing=adversarial"], "not weights=random routing=adversarial"),
         ([VLLM, "experiment.axes=[experiment.context,wave_order]"], "vLLM stands beside contexts, not"),
-        (["experiment.baseline_contexts=[64,65]"], "65 is none of the variants' contexts"),
+        ([VLLM, "experiment.baseline_contexts=[64,65]"], "65 is none of the variants' contexts"),
+        ([VLLM, "experiment.variants=['experiment.context=64,80']"], "104 is none of the variants' contexts"),
+        (["experiment.baseline_contexts=[64,104,64]"], "experiment.baseline_contexts names 64 twice"),
+        ([VLLM, "experiment.baseline_contexts=[64,64]"], "experiment.baseline_contexts names 64 twice"),
+        (["experiment.variants=['experiment.context=64,65525']"], "experiment.context=65525, and 24 steps around it"),
     ],
 )
 @pytest.mark.parametrize("card", [False, True])
@@ -177,6 +181,15 @@ def test_without_a_card_the_sweep_is_simulated_and_says_that_vllm_is_not_measure
     assert status == 0 and {row.clock for row in rows} == {"simulated"}
     assert [(row.context, row.ratio) for row in rows] == [([n, n], None) for n in (64, 80, 104)]
     assert said in capsys.readouterr().out
+
+
+def test_other_variants_need_no_other_contexts_of_a_vllm_that_is_not_configured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variants = "experiment.variants=['experiment.context=72,80']"
+    status, rows = run(tmp_path, "gpu.sms=16", "experiment.batches=[2]", variants)
+    assert status == 0 and [row.context for row in rows] == [[72, 72], [80, 80]]
+    assert "vLLM is missing" in capsys.readouterr().out
 
 
 def test_the_default_asks_for_what_it_is_named_for() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,12 @@ import pytest
 import torch
 
 from experiments import decode_throughput as experiment
-from experiments import device_weights
+from experiments import device_weights, settings
+from experiments.decode_throughput import check_context
 from experiments.forced_routing import distinct_experts, forced_ids
 from experiments.kernel_checks import Oracle, Outcome, consult, relative_error, same_bits, starts_of
-from mk.compose import load_config
-from mk.config import RoutingConfig
+from mk.compose import experiment_main, load_config
+from mk.config import RoutingConfig, group_options
 from mk.errors import MkError
 from mk.launches import RUNTIMES
 from mk.model.geometry import PRESETS, Geometry
@@ -101,11 +103,43 @@ def test_what_cannot_be_timed_is_refused_before_anything_is_loaded(overrides: li
     assert message in str(caught.value)
 
 
-def test_without_a_card_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["decode_throughput", "op_bench", "transformers_decode", "vllm_decode"])
+def test_without_a_card_it_says_so_by_its_own_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(MkError, match="needs a GPU") as caught:
-        experiment.main(load_config(["experiment=decode_throughput"]))
+    main = experiment_main(name)
+    with pytest.raises(MkError, match=f"^{name} needs a GPU") as caught:
+        main(load_config([f"experiment={name}"]))
     assert "experiment=quickstart" in str(caught.value.hint)
+    with pytest.raises(MkError, match=f"^{name} times the kernel, not engine=interpreter"):
+        main(load_config([f"experiment={name}", "engine=interpreter"]))
+
+
+DECODES = sorted(
+    name
+    for name in group_options("experiment")
+    if {"context", "steps", "warmup"}
+    <= {field.name for field in dataclasses.fields(getattr(settings, name.title().replace("_", "")))}
+)
+
+
+@pytest.mark.parametrize("card", [False, True])
+@pytest.mark.parametrize("name", DECODES)
+def test_no_experiment_decodes_beyond_the_models_positions(
+    name: str, card: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
+    cfg = load_config([f"experiment={name}", f"run_dir={tmp_path / 'runs'}"])
+    most = 500_000 - cfg.experiment.steps // 2
+    beyond = load_config([f"experiment={name}", f"run_dir={tmp_path / 'runs'}", f"experiment.context={most + 1}"])
+    if hasattr(cfg.experiment, "variants"):
+        beyond = dataclasses.replace(
+            beyond, experiment=dataclasses.replace(beyond.experiment, variants=[f"experiment.context={most + 1}"],
+                                                   axes=["experiment.context"])
+        )  # fmt: skip
+    with pytest.raises(MkError, match=f"experiment.context={most + 1}, and .* exceed the 500000 positions") as caught:
+        experiment_main(name)(beyond)
+    assert caught.value.hint == f"experiment.context={most} is the most" and not (tmp_path / "runs").exists()
+    check_context(load_config([f"experiment={name}", f"experiment.context={most}"]))
 
 
 # ---- the whole run, on nano and a stand-in whose step takes a millisecond by the events' clock

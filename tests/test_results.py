@@ -190,6 +190,13 @@ def test_too_much_raw_data_and_a_run_that_is_there_are_refused(repository: Path)
         results.promote(repository, repository / "results", repository)
 
 
+@pytest.mark.parametrize("named", ["", " ", ",", "one,", ",one", "one,,two"])
+def test_a_run_that_is_not_named_is_told(named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert results.main(["promote", named]) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error == f"error: run={named} names a run that is empty" and hint.startswith("hint: make promote run=")
+
+
 def test_what_cannot_be_kept_is_refused_before_anything_is_written(repository: Path) -> None:
     def refused(change: Callable[[Path], object], message: str) -> None:
         run = made(repository).path

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +25,7 @@ from mk.compose import load_config
 from mk.errors import MkError
 from mk.rows import Row, read_rows
 from mk.sampling import SamplingParams
+from mk.sources import ROOT
 from tests.promotion import committed, edit, folder_of, problems, repository, require_kept
 from tests.server_rig import TOKENIZER
 from tests.server_rig import serving as serve
@@ -270,8 +274,19 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, overrides: list[str]
 
 
 def test_a_server_of_ours_that_does_not_start_is_told_by_its_log(tmp_path: Path) -> None:
-    with pytest.raises(MkError, match="our server ended with status 1: .*full"):
+    with pytest.raises(MkError, match=r"our server ended with status 2: .*error: .*full") as caught:
         run(tmp_path, "server.kv_tokens.full=64", "baseline=none")
+    assert "raise " not in str(caught.value) and "File " not in str(caught.value)
+
+
+def test_a_server_that_cannot_even_read_its_configuration_says_so_in_two_lines(tmp_path: Path) -> None:
+    """A defect, whose traceback lies in a file."""
+    env = {name: value for name, value in os.environ.items() if name != "MK_TRACE"} | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "experiments.serve", str(tmp_path / "none.yaml")]
+    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    error, hint = ran.stderr.splitlines()[-2:]
+    assert (ran.returncode, error.split(":")[:2]) == (1, ["error", " FileNotFoundError"])
+    assert hint.startswith(f"hint: the traceback is in {tmp_path}")
 
 
 def test_its_configuration_is_the_full_model_on_a_card_beside_vllm() -> None:

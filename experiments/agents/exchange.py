@@ -26,6 +26,12 @@ class Exchange:
     message: dict[str, Any] = field(default_factory=lambda: {"role": "assistant", "content": ""})
 
     @property
+    def options(self) -> Mapping[str, Any] | None:
+        """stream_options; None for what is none of them, which a server refuses."""
+        options = self.body.get("stream_options")
+        return {} if options is None else options if isinstance(options, dict) else None
+
+    @property
     def timed(self) -> bool:
         """Whether its arrivals tell when tokens came."""
         return self.answer.counted and bool(self.answer.arrivals)
@@ -79,8 +85,8 @@ class Exchange:
 
     def _shown(self, chunk: dict[str, Any]) -> dict[str, Any] | None:
         """The chunk without a usage that was not asked for; None where nothing else is in it."""
-        asked = self.body.get("stream_options") or {}
-        if not chunk.get("usage") or asked.get("continuous_usage_stats"):
+        asked = self.options
+        if asked is None or not chunk.get("usage") or asked.get("continuous_usage_stats"):
             return chunk
         if chunk.get("choices"):
             return {key: value for key, value in chunk.items() if key != "usage"}

@@ -52,8 +52,8 @@ class Proxy:
     async def __call__(self, request: Request) -> Response:
         path, content = request.path_params["path"], await request.body()
         exchange = self._opened(path, content) if request.method == "POST" and path in ASKED else None
-        if exchange is not None and exchange.body.get("stream"):
-            options = {**(exchange.body.get("stream_options") or {}), **COUNTED}
+        if exchange is not None and exchange.body.get("stream") and exchange.options is not None:
+            options = {**exchange.options, **COUNTED}
             content = json.dumps({**exchange.body, "stream_options": options}).encode()
         url = f"{self.upstream}/{path}" + (f"?{request.url.query}" if request.url.query else "")
         asked = self._client.build_request(request.method, url, content=content, headers=self._headers(request))
@@ -81,7 +81,7 @@ class Proxy:
         """None for what is no object: the server refuses it."""
         try:
             body = dict(json.loads(content))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return None
         exchange = Exchange(path, body, Answer(time.perf_counter()))
         self.exchanges.append(exchange)

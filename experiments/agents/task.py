@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,14 @@ from experiments.agents.trace import Trace
 from experiments.load_report import Engine
 from experiments.processes import run_within
 from experiments.settings import TASKS
-from mk.config import Config
+from mk.config import AgentConfig, Config
 from mk.errors import MkError
 from mk.rows import Row
 from mk.runs import RunFolder
 
 SETUP_S, TEST_S = 60.0, 60.0  # that an agent's setting up, or its version, and a task's test may take
 MOST_DIFF = 200_000  # bytes of a file that is shown in a diff
+MOST_VALUE = 40  # characters of what an agent wrote in the place of a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,9 @@ class Task:
         return cls(name, (folder / "prompt.md").read_text().strip(), folder / "start", folder / "test.py")
 
 
-def run_task(cfg: Config, run: RunFolder, engine: Engine, task: Task) -> Row:
+def run_task(cfg: Config, run: RunFolder, engine: Engine, task: Task, version: str) -> Row:
     """The row of a task. What the agent asked and was answered, what it printed, the diff and the test's output lie in
-    the run folder, and the conversation as a trace for agent=replay.
+    the run folder, and the conversation as a trace for agent=replay. version: of the agent.
 
     Raises MkError where the server goes away, or the agent cannot be set up.
     """
@@ -67,9 +69,7 @@ def run_task(cfg: Config, run: RunFolder, engine: Engine, task: Task) -> Row:
             env = place.environment()
             repository(folder, env)
             try:
-                version, ended, wall_s = run_agent(
-                    cfg, place, task.prompt, told, lambda: require_server(cfg, run, proxy)
-                )
+                ended, wall_s = run_agent(cfg, place, task.prompt, told, lambda: require_server(cfg, run, proxy))
             finally:
                 write_exchanges(told / "requests.jsonl", proxy.exchanges)
         (told / "final.diff").write_text("".join(diff(task.start, folder)), errors="replace")
@@ -89,21 +89,43 @@ def run_task(cfg: Config, run: RunFolder, engine: Engine, task: Task) -> Row:
     )
 
 
-def run_agent(cfg: Config, place: Place, prompt: str, told: Path, look: Callable[[], None]) -> tuple[str, str, float]:
-    """(its version, how it ended, seconds that it took)."""
+def version_of(config: AgentConfig) -> str:
+    """What the agent's program says that it is. Raises MkError where there is none, or it cannot be executed."""
+    program = str(find(config))
+    with tempfile.TemporaryDirectory(prefix="mk-agent-", ignore_cleanup_errors=True) as scratch:
+        home = Path(scratch)
+        place = Place(home, home, "http://127.0.0.1/v1", "none", DEFAULT_CONTEXT)  # nobody is asked
+        env = {**place.environment(), **PROGRAMS[config.name](place, "", SETUP_S).env}
+        try:
+            said = call(program, ["--version"], env, home / "version.log", home)
+        except MkError as error:
+            raise MkError(
+                f"agent.program={config.program} does not run: {error}",
+                hint="make agents installs it in build/agents; agent.program=<path> names another",
+            ) from error
+    return said.split()[-1][:100] if said else "unknown"
+
+
+def run_agent(cfg: Config, place: Place, prompt: str, told: Path, look: Callable[[], None]) -> tuple[str, float]:
+    """(how it ended, seconds that it took). What it prints is in agent.log, and of a call to set it up in a log of that
+    call's name."""
     limit_s, program = cfg.experiment.limit_s, str(find(cfg.agent))
     launch = PROGRAMS[cfg.agent.name](place, prompt, limit_s)
     env = {**place.environment(), **launch.env}
-    log = told / "agent-setup.log"
-    for arguments in (*launch.before, ["--version"]):
-        ended, _ = run_within(SETUP_S, [program, *arguments], env, log, place.folder)
-        said = log.read_text(errors="replace").strip()
-        if ended != "status 0":
-            raise MkError(f"{program} {' '.join(arguments)}: {ended}: {said[-500:]}", hint=f"agent.program={program}")
-    version = said.split()[-1][:100] if said else "unknown"
+    for arguments in launch.before:
+        call(program, arguments, env, told / f"agent-{arguments[0]}.log", place.folder)
     ended, wall_s = run_within(limit_s, [program, *launch.arguments], env, told / "agent.log", place.folder, look)
     look()
-    return version, ended, wall_s
+    return ended, wall_s
+
+
+def call(program: str, arguments: Sequence[str], env: Mapping[str, str], log: Path, folder: Path) -> str:
+    """What it printed. Raises MkError where it does not end with status 0."""
+    ended, _ = run_within(SETUP_S, [program, *arguments], env, log, folder)
+    said = log.read_text(errors="replace").strip()
+    if ended != "status 0":
+        raise MkError(f"{program} {' '.join(arguments)}: {ended}: {said[-500:]}", hint=f"agent.program={program}")
+    return said
 
 
 def require_server(cfg: Config, run: RunFolder, proxy: Proxy) -> None:
@@ -127,17 +149,25 @@ def repository(folder: Path, env: dict[str, str]) -> None:
 
 
 def score(folder: Path, test: Path, env: dict[str, str], log: Path) -> dict[str, int] | None:
-    """What `scoring.py` says of the folder; None where it does not come to its end, or there is no folder any more."""
+    """What `scoring.py` says of the folder; None where it does not come to its end, or to other tests than there are,
+    or there is no folder any more."""
     if not folder.is_dir():
         return None
-    command = [sys.executable, "-I", "-B", scoring.__file__, str(test)]
-    ended, _ = run_within(TEST_S, command, env, log, folder)
-    last = log.read_text(errors="replace").splitlines()[-1:]
+    nonce = secrets.token_hex()
+    with tempfile.TemporaryDirectory(prefix="mk-verdict-") as scratch:
+        path = Path(scratch) / "verdict"
+        path.write_text(nonce)
+        command = [sys.executable, "-I", "-B", scoring.__file__, str(test), str(path)]
+        with path.open() as verdict:  # that has no name any more when it is given
+            ended, _ = run_within(TEST_S, command, env, log, folder)
+            said = verdict.read()
     try:
-        found = json.loads(last[0]) if ended == "status 0" and last else None
-        return None if found is None else {name: int(found[name]) for name in ("ran", "failed")}
+        found = json.loads(said)
+        told = {name: int(found[name]) for name in ("ran", "failed")}
+        sound = ended == "status 0" and found["nonce"] == nonce and told["ran"] == scoring.tests_in(test)
     except (ValueError, LookupError, TypeError):
         return None
+    return told if sound else None
 
 
 def diff(before: Path, after: Path) -> Iterator[str]:
@@ -200,6 +230,12 @@ def told_of(number: int, exchange: Exchange, begun: float) -> dict[str, Any]:
 
 
 def sampling(exchanges: Sequence[Exchange]) -> str:
-    """What the agent asked for, of a row."""
+    """What the agent asked for, of a row; of what is no number, as it was written."""
     asked = [exchange.body.get("temperature") for exchange in exchanges]
-    return ", ".join(sorted({"the server's own" if value is None else f"temperature {value:g}" for value in asked}))
+    return ", ".join(
+        sorted({"the server's own" if value is None else f"temperature {brief(value)}" for value in asked})
+    )
+
+
+def brief(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else repr(value)[:MOST_VALUE]

@@ -146,6 +146,23 @@ class Reply:
     say: str | Sequence[int]
 
 
+def read_replies(path: Path) -> list[Reply]:
+    """Of a JSON file: [{"when": ..., "say": ...}, ...]. Raises MkError."""
+    try:
+        entries = json.loads(path.read_text())
+        if not isinstance(entries, list):
+            raise TypeError(f"a list of replies, not {entries!r:.40}")
+        replies = [Reply(**entry) for entry in entries]
+        for reply in replies:
+            ids = isinstance(reply.say, list) and all(type(token) is int and token >= 0 for token in reply.say)
+            if not isinstance(reply.when, str) or not (ids or isinstance(reply.say, str)):
+                raise TypeError(f"a text to say at a text, not {reply.say!r:.40} at {reply.when!r:.40}")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
+        raise MkError(f"engine.script={path}: {said}", hint='[{"when": "hi", "say": "..."}, ...]') from error
+    return replies
+
+
 class Replies:
     """A script of replies; the first that fits a prompt is its answer."""
 
@@ -156,14 +173,6 @@ class Replies:
             self.add(reply)
         self._otherwise = tokenizer.encode("<|END_THINKING|><|START_TEXT|>The script has no reply.<|END_TEXT|>")
         self._end_thinking = tokenizer.marker("end_thinking")
-
-    @classmethod
-    def from_file(cls, tokenizer: Tokenizer, path: Path) -> Replies:
-        """Of a JSON file: [{"when": ..., "say": ...}, ...]. Raises MkError."""
-        try:
-            return cls(tokenizer, [Reply(**entry) for entry in json.loads(path.read_text())])
-        except (OSError, ValueError, TypeError) as error:
-            raise MkError(f"engine.script={path}: {error}", hint='[{"when": "hi", "say": "..."}, ...]') from error
 
     def add(self, reply: Reply) -> None:
         say = self._tokenizer.encode(reply.say) if isinstance(reply.say, str) else list(reply.say)

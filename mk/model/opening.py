@@ -58,23 +58,27 @@ def open_model(model: ModelConfig, weights: WeightsConfig, scratch: Path, device
     Random weights of a geometry that has no folder get a synthetic tokenizer, written under `scratch`.
     Raises MkError for a path that is not a model, and for anything in it that this code does not compute.
     """
-    extra = model.window == "vllm"
     folder = _folder(model)
     if weights.name == "checkpoint":
         if folder is None:
             raise MkError(f"model={model.name} has no weights here", hint="weights=random, or model.path=<folder>")
-        source: WeightSource = load_checkpoint(folder, window_includes_extra=extra)
+        source: WeightSource = load_checkpoint(folder, window_includes_extra=model.window == "vllm")
         return Model(source, folder, load_tokenizer(folder))
-    if folder is None:
-        geometry = dataclasses.replace(PRESETS[model.preset], window_includes_extra=extra)
-    else:
-        geometry = Geometry.from_hf_config(folder, extra)
+    geometry = geometry_of(model)
     qk_scale = 1.0 if weights.qk_scale is None else weights.qk_scale
     random = RandomWeights(geometry, weights.seed or 0, device, qk_scale=qk_scale)
     if folder is None:
         folder = scratch / "model"
         random.write_folder(folder)
     return Model(random, folder, load_tokenizer(folder))
+
+
+def geometry_of(model: ModelConfig) -> Geometry:
+    """Of the configured model; no weights are opened."""
+    extra, folder = model.window == "vllm", _folder(model)
+    if folder is None:
+        return dataclasses.replace(PRESETS[model.preset], window_includes_extra=extra)
+    return Geometry.from_hf_config(folder, extra)
 
 
 def _folder(model: ModelConfig) -> Path | None:
