@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
     """The exit status: 0, what the experiment returned, 2 for a wrong input, 1 for a defect, 130 for an interrupt."""
     from mk.errors import tell
 
-    trace = os.environ.get("MK_TRACE") == "1" or "debug=true" in argv
+    trace = os.environ.get("MK_TRACEBACK") == "1" or "debug=true" in argv
     try:
         return run(argv, trace)
     except KeyboardInterrupt:

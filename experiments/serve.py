@@ -76,4 +76,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(stored_config(OmegaConf.load(sys.argv[1]))))
     except Exception as error:
-        sys.exit(tell(error, os.environ.get("MK_TRACE") == "1"))
+        sys.exit(tell(error, os.environ.get("MK_TRACEBACK") == "1"))

@@ -176,7 +176,7 @@ def help_text() -> str:
             options = " ".join(_starred(group, option, chosen) for option in group_options(group))
             lines += [f"  {group:{COLUMN}}{options}", f"  {'':{COLUMN}}{_group_line(group)}"]
     others = ", ".join(key for key in TOP_KEYS if key not in GROUPS)
-    lines += ["", f"other keys: {others}. MK_TRACE=1 prints tracebacks."]
+    lines += ["", f"other keys: {others}. MK_TRACEBACK=1 prints tracebacks."]
     return "\n".join(lines)
 
 

@@ -31,5 +31,5 @@ def tell(error: Exception, trace: bool) -> int:
         with tempfile.NamedTemporaryFile("w", prefix="mk-traceback-", suffix=".txt", delete=False) as file:
             traceback.print_exception(error, file=file)
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        print(f"error: {text}\nhint: the traceback is in {file.name}; MK_TRACE=1 prints it", file=sys.stderr)
+        print(f"error: {text}\nhint: the traceback is in {file.name}; MK_TRACEBACK=1 prints it", file=sys.stderr)
     return 1

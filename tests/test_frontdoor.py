@@ -170,7 +170,7 @@ def test_a_defect_is_one_line_and_a_traceback_file(
 
     quickstart(fall)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.delenv("MK_TRACE", raising=False)
+    monkeypatch.delenv("MK_TRACEBACK", raising=False)
     assert front_door.main([]) == 1
     error, hint = capsys.readouterr().err.splitlines()
     assert error == "error: ValueError: two lines"
@@ -180,7 +180,7 @@ def test_a_defect_is_one_line_and_a_traceback_file(
 
     assert front_door.main(["debug=true"]) == 1
     assert "in fall" in capsys.readouterr().err
-    monkeypatch.setenv("MK_TRACE", "1")
+    monkeypatch.setenv("MK_TRACEBACK", "1")
     assert front_door.main([]) == 1
     assert "in fall" in capsys.readouterr().err
 

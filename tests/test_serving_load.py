@@ -281,7 +281,7 @@ def test_a_server_of_ours_that_does_not_start_is_told_by_its_log(tmp_path: Path)
 
 def test_a_server_that_cannot_even_read_its_configuration_says_so_in_two_lines(tmp_path: Path) -> None:
     """A defect, whose traceback lies in a file."""
-    env = {name: value for name, value in os.environ.items() if name != "MK_TRACE"} | {"TMPDIR": str(tmp_path)}
+    env = {name: value for name, value in os.environ.items() if name != "MK_TRACEBACK"} | {"TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "experiments.serve", str(tmp_path / "none.yaml")]
     ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
     error, hint = ran.stderr.splitlines()[-2:]
