@@ -6,26 +6,20 @@ from collections.abc import Mapping, Sequence
 
 from mk.config import Config, resolved
 from mk.errors import MkError
-from mk.kept import leaves_of
+from mk.kept import EXECUTED, leaves_of, within
 from mk.rows import Row
 from mk.step_figures import Ratio
 
 # what decode_throughput reads of a configuration
-READ = ("model", "weights", "gpu", "schedule", "wave_order", "placement", "routing", "sampling",
-        "engine.name", "engine.ring", "engine.handoff", "engine.attention", "engine.trace",
-        "experiment.context", "experiment.steps", "experiment.warmup", "experiment.check_tokens",
-        "experiment.launches")  # fmt: skip
+READ = (*EXECUTED, "gpu", "engine.name", "experiment.context", "experiment.steps", "experiment.warmup",
+        "experiment.check_tokens", "experiment.launches")  # fmt: skip
 
 
 def require_read(override: str) -> None:
     """Raises MkError for an override of a variant that would change nothing of what runs."""
     key = override.partition("=")[0]
-    if key != "engine" and not _within(key, READ):
+    if key != "engine" and not within(key, READ):
         raise MkError(f"experiment.variants: {override}: decode_throughput does not read {key}")
-
-
-def _within(key: str, parents: Sequence[str]) -> bool:
-    return any(key == parent or key.startswith(f"{parent}.") for parent in parents)
 
 
 def require_axes(axes: Sequence[str], jobs: Sequence[tuple[str, Config]]) -> None:
@@ -33,13 +27,13 @@ def require_axes(axes: Sequence[str], jobs: Sequence[tuple[str, Config]]) -> Non
     (first, base), *others = [(label, dict(leaves_of(resolved(job)))) for label, job in jobs]
     keys = {*base}.union(*(leaves for _, leaves in others))
     for axis in axes:
-        if not any(_within(key, [axis]) for key in keys):
+        if not any(within(key, [axis]) for key in keys):
             raise MkError(
                 f"experiment.axes: {axis} is no key of the configuration", hint="python run.py --cfg job lists them"
             )
     for label, leaves in others:
         apart = [key for key in {*base, *leaves} if base.get(key) != leaves.get(key)]
-        beyond = sorted(key for key in apart if not _within(key, axes))
+        beyond = sorted(key for key in apart if not within(key, axes))
         if beyond:
             raise MkError(
                 f"{label!r} and {first!r} differ in {beyond[0]}, and experiment.axes={list(axes)}",

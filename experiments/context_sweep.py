@@ -11,6 +11,7 @@ import torch
 
 from experiments import decode_throughput, simulated_variants, vllm_rows
 from experiments.arms import table
+from experiments.baselines import vllm_process
 from experiments.baselines.vllm_process import STRATEGIES, Measured
 from experiments.decode_variants import on_card, timed_variants
 from mk.config import Config
@@ -25,7 +26,7 @@ def main(cfg: Config) -> int:
     """Exit status 1 if a context failed, or vLLM did; the others run all the same."""
     jobs = timed_variants(cfg)
     cases = beside(cfg, jobs)
-    missing = vllm_rows.missing(cfg.baseline.vllm) if cases and cfg.baseline.vllm else None
+    missing = vllm_process.missing(cfg.baseline.vllm) if cases and cfg.baseline.vllm else None
     if not torch.cuda.is_available():
         status = simulated_variants.run(cfg, jobs)
         print("\n".join([missing or NO_CARD] * bool(cases)))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from experiments.baselines import vllm_process
+from experiments.baselines.vllm_process import missing
 from experiments.load_client import Answer, Client
 from experiments.load_figures import as_many, base_of, raw_load
 from experiments.server_process import Running, our_server, vllm_server
@@ -89,12 +89,7 @@ def check_engines(cfg: Config) -> str | None:
     if cfg.experiment.base_url is not None:
         return None
     require_engine(cfg, cfg.server.slots)
-    try:
-        if cfg.baseline.vllm is not None:
-            vllm_process.find(cfg.baseline.vllm)
-    except vllm_process.Missing as error:
-        return f"vLLM is missing: {error}; to install it: {error.hint}"
-    return None
+    return None if cfg.baseline.vllm is None else missing(cfg.baseline.vllm)
 
 
 def _servers(

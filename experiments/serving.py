@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 
 from experiments import load
-from experiments.baselines.vllm_process import card_state
 from experiments.console import progress
 from experiments.device_weights import open_weights
 from experiments.load_report import Engine, check_engines, measure_engines
 from mk.config import Config
+from mk.device import card_state
 from mk.errors import MkError
 from mk.runs import RunFolder
 from mk.sampling import SamplingParams

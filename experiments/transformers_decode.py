@@ -18,13 +18,13 @@ import torch
 from experiments import decode_throughput
 from experiments.baseline_rows import append_beside, comparison
 from experiments.baselines import transformers_steps as theirs
-from experiments.baselines.vllm_process import card_state
 from experiments.decode_throughput import KV_STD
 from experiments.device_clock import queued
 from experiments.device_weights import open_weights
 from experiments.forced_routing import distinct_experts, forced_ids
 from mk.compose import vary
 from mk.config import Config
+from mk.device import card_state
 from mk.errors import MkError
 from mk.model.geometry import Geometry
 from mk.runs import RunFolder

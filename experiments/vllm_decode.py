@@ -8,6 +8,7 @@ says what is missing and how to install it; one that is configured and not there
 from __future__ import annotations
 
 from experiments import decode_throughput, vllm_rows
+from experiments.baselines import vllm_process
 from mk.compose import vary
 from mk.config import Config
 from mk.errors import MkError
@@ -24,7 +25,7 @@ def main(cfg: Config) -> int:
     jobs = {r: decode_throughput.job_of(vary(cfg, [f"routing={r}"])) for r in cfg.experiment.routings}
     for job in jobs.values():
         decode_throughput.check(job, cfg.experiment.name)
-    missing = vllm_rows.missing(config)
+    missing = vllm_process.missing(config)
     notes, failed = [missing] if missing else [], []
     pairs = []
     with RunFolder.create(cfg) as run:

@@ -11,7 +11,7 @@ import numpy as np
 from experiments.baseline_rows import append_beside, comparison
 from experiments.baselines import vllm_process as vllm
 from experiments.decode_throughput import KV_STD
-from mk.config import Config, VllmConfig
+from mk.config import Config
 from mk.errors import MkError
 from mk.model.opening import geometry_of
 from mk.rows import Row
@@ -19,18 +19,6 @@ from mk.runs import RunFolder
 
 TPOT_APART = 0.05  # relative: a p50 that the difference of two lengths contradicts by more is unstable
 SPREAD = 1.2  # p90 / p10 of a stable row
-
-
-def missing(config: VllmConfig) -> str | None:
-    """What is said where no vLLM is configured; None where there is one.
-
-    Raises MkError for one that is configured and not there.
-    """
-    try:
-        vllm.find(config)
-    except vllm.Missing as error:
-        return f"vLLM is missing: {error}; to install it: {error.hint}"
-    return None
 
 
 def measure(job: Config, cases: Sequence[tuple[int, int]], run: RunFolder) -> vllm.Measured:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import dataclass
 
 import torch
@@ -40,3 +41,14 @@ class DeviceFacts:
         ):
             if not holds:
                 raise MkError(f"{key}, but the device has {found}", hint="choose the gpu group's option for this card")
+
+
+def card_state() -> str | None:
+    """Clocks, power and temperature, as nvidia-smi says it; None without."""
+    query = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
+    try:
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return said.splitlines()[0] if said else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +190,13 @@ def leaves_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield from leaves_of(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
+
+
+EXECUTED = ("model", "weights", "schedule", "wave_order", "placement", "routing", "sampling",
+            "engine.ring", "engine.handoff", "engine.attention", "engine.trace")  # fmt: skip
+"""Parts of a configuration that say what a step executes. Others say where, what it is compared with, what to count."""
+
+
+def within(key: str, parts: Iterable[str]) -> bool:
+    """Whether a dotted key is one of these parts of a configuration, or lies in one."""
+    return any(key == part or key.startswith(f"{part}.") for part in parts)

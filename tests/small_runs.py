@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mk.sources import ROOT
 
 INTERPRETED = ["model=nano", "weights=checkpoint", "gpu=cpu", "gpu.sms=2", "engine=interpreter"]
+SERVED = [*INTERPRETED, "prefill=torch", "wave_order=default", "server=default"]
 SIMULATED = [
     *("model=nano", "weights=checkpoint", "gpu.sms=16", "experiment.batches=[2]", "experiment.context=64"),
     *("experiment.steps=8", "experiment.warmup=2", "experiment.check_tokens=8"),
@@ -36,13 +37,13 @@ SMALL: dict[str, Sequence[str]] = {
     ],
     "wave_occupancy": [*SIMULATED, "experiment.layer=1"],
     "serving": [
-        *INTERPRETED,
-        *("prefill=torch", "wave_order=default", "server=default", "batch.size=2", "experiment.workloads=[fixed]"),
+        *SERVED,
+        *("batch.size=2", "experiment.workloads=[fixed]"),
         *("experiment.fixed.requests=2", "experiment.fixed.prompt=8", "experiment.fixed.tokens=4"),
     ],
     "agent_trial": [
-        *INTERPRETED,
-        *("prefill=torch", "wave_order=default", "server=default", "agent.scale=0.02", "experiment.warm=8"),
+        *SERVED,
+        *("agent.scale=0.02", "experiment.warm=8"),
     ],
     "schedule_search": [
         *("model=slice", "gpu.sms=8", "experiment.batches=[1]", "experiment.context=64", "experiment.steps=8"),

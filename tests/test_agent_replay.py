@@ -16,6 +16,7 @@ from mk.errors import MkError
 from mk.rows import read_rows
 from tests.promotion import committed, folder_of, repository, require_kept
 from tests.server_rig import serving
+from tests.small_runs import SERVED
 from tests.test_serving_load import SITE
 
 __all__ = ["committed", "repository"]
@@ -24,13 +25,7 @@ BUNDLED = Path(agent_trial.__file__).parent / "agents" / "traces" / "mend_interv
 SMALL = [
     "experiment=agent_trial",
     "agent=replay",
-    "model=nano",
-    "weights=checkpoint",
-    "gpu=cpu",
-    "engine=interpreter",
-    "prefill=torch",
-    "wave_order=default",
-    "server=default",
+    *SERVED,
     "experiment.warm=20",
     "agent.scale=0.5",
 ]

@@ -33,6 +33,7 @@ from mk.rows import Row, read_raw, read_rows
 from tests.agent_tasks import ASKED, RANGES, SOLVED
 from tests.promotion import committed, folder_of, no, repository, require_kept
 from tests.server_rig import Served, serving, thought
+from tests.small_runs import SERVED
 from tests.test_serving_load import SITE
 
 __all__ = ["committed", "repository"]
@@ -43,13 +44,7 @@ SMALL = [
     "agent=opencode",
     f"agent.program={STAND_IN}",
     "baseline=none",
-    "model=nano",
-    "weights=checkpoint",
-    "gpu=cpu",
-    "engine=interpreter",
-    "prefill=torch",
-    "wave_order=default",
-    "server=default",
+    *SERVED,
     "experiment.warm=0",
     "experiment.limit_s=30",
 ]

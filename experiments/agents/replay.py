@@ -12,10 +12,10 @@ import json
 from typing import Any
 
 from experiments.agents.trace import Trace, Turn
-from experiments.baselines.vllm_process import card_state
 from experiments.load_client import Answer
 from experiments.load_report import Engine
 from mk.config import Config
+from mk.device import card_state
 from mk.runs import RunFolder
 
 CHAT = "/chat/completions"

@@ -23,6 +23,7 @@ from experiments.baselines import vllm_bench
 from experiments.baselines.vllm_extension import UNIFORM
 from experiments.processes import log_end, started
 from mk.config import VllmConfig
+from mk.device import card_state
 from mk.errors import MkError
 from mk.model.geometry import Geometry
 from mk.sources import ROOT
@@ -113,6 +114,15 @@ def find(config: VllmConfig) -> tuple[str, dict[str, str], str]:
     return python, env, said
 
 
+def missing(config: VllmConfig) -> str | None:
+    """What is said where no vLLM is configured; None where there is one. Raises as `find` for one that is not there."""
+    try:
+        find(config)
+    except Missing as error:
+        return f"vLLM is missing: {error}; to install it: {error.hint}"
+    return None
+
+
 def environment(config: VllmConfig) -> dict[str, str]:
     """Ours, with vLLM's site folder and this repository's root to import from, and no way to a network."""
     paths = [str(Path(config.site).resolve())] if config.site else []
@@ -176,17 +186,6 @@ def measure(config: VllmConfig, spec: Spec, folder: Path, moe_backend: str) -> M
         why = "; ".join([*measured.errors, *measured.absent])
         raise MkError(f"vLLM {version} measured nothing: {why}" + f"; {log_end(log)}" * (ended is None))
     return measured
-
-
-def card_state() -> str | None:
-    """Clocks, power and temperature, as nvidia-smi says it; None without."""
-    query = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
-    try:
-        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return said.splitlines()[0] if said else None
 
 
 def _run(command: list[str], env: dict[str, str], log: Path, timeout_s: int) -> str | None:

@@ -8,7 +8,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from mk.kept import leaves_of, read_configs
+from mk.kept import EXECUTED, leaves_of, read_configs, within
 from mk.rows import Row, read_rows
 
 
@@ -53,17 +53,11 @@ def newest(rows: Iterable[Kept], key: Callable[[Row], Hashable]) -> list[Kept]:
     return list(best.values())
 
 
-PLAN = ("model", "weights", "schedule", "wave_order", "placement", "routing", "sampling",
-        "engine.ring", "engine.handoff", "engine.attention", "engine.trace")  # fmt: skip
-"""Parts of a configuration that say what a step executes. Others say what it is compared with, or what to count."""
-
-
 def plan_of(kept: Kept) -> tuple[tuple[str, str], ...]:
     """What the row's configuration executes, by dotted key; the same for two that execute the same."""
-    parts = tuple(f"{part}." for part in PLAN)
     leaves = sorted((key, str(value)) for key, value in leaves_of(kept.config or {}))
     # rows that are older than the leaf say nothing of a trace
-    return tuple(leaf for leaf in leaves if f"{leaf[0]}.".startswith(parts) and leaf != ("engine.trace", "none"))
+    return tuple(leaf for leaf in leaves if within(leaf[0], EXECUTED) and leaf != ("engine.trace", "none"))
 
 
 def differing(rows: Iterable[Kept]) -> dict[tuple[tuple[str, str], ...], str]:
