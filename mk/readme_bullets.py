@@ -136,6 +136,57 @@ def _schedule_ablation(kept: Sequence[Kept]) -> Phrases:
         (arm,) = {arm for arm, _ in arms if str(arm).endswith(name)}
         *first, last = [_change(arms[arm, batch]) for batch in batches]
         yield f"{lead}: {', '.join(first)} and {last}"
+    for claimers in (33, 66, 132):
+        arm = f"schedule=work_stealing schedule.attention_claimers={claimers} schedule.moe_claimers={claimers}"
+        yield f"{claimers} {_change(arms[arm, 1])} and {_change(arms[arm, 8])}"
+
+
+def _wave_order_ablation(kept: Sequence[Kept]) -> Phrases:
+    arms = _by(_rows(kept, "wave_order_ablation"), "arm", "batch")
+    for order in ("interleaved", "attention_first", "oproj_before_down"):
+        *first, last = [_change(arms[f"wave_order={order}", batch]) for batch in (1, 2, 4, 8)]
+        yield f"`{order}` {', '.join(first)} and {last}"
+
+
+def _placement_ablation(kept: Sequence[Kept]) -> Phrases:
+    arms = _by(_rows(kept, "placement_ablation"), "arm", "batch")
+    for name in ("dependency_affinity", "round_robin"):
+        yield f"`{name}` {_change(arms[f'placement={name}', 1])} and {_change(arms[f'placement={name}', 8])}"
+
+
+def _routing_ablation(kept: Sequence[Kept]) -> Phrases:
+    """Of batch 8."""
+    arms = _by(_rows(kept, "routing_ablation"), "arm", "batch")
+    distinct = [_change(arms[f"routing=correlated routing.distinct={experts}", 8]) for experts in (26, 39, 52)]
+    yield f"on 26, 39 and 52 experts {distinct[0]}, {distinct[1]} and {distinct[2]}"
+    same, apart = (arms[f"routing=adversarial routing.pattern=all_{name}", 8] for name in ("same", "different"))
+    yield f"all rows on the same {same.distinct_experts:.0f} {_change(same)}"
+    yield f"on {apart.distinct_experts:.0f} different ones {_change(apart)}"
+    yield f"the router's own choice {_change(arms['routing=checkpoint', 8])}"
+    yield f"which is a bound, {_change(arms['routing=oracle', 8])}"
+
+
+def _vllm_decode(kept: Sequence[Kept]) -> Phrases:
+    """Of the router's own choice: the table has uniform routing."""
+    mine = [of for of in _rows(kept, "decode_throughput") if of.row.routing == "checkpoint"]
+    rows = _by(mine, "engine", "batch")
+    batches = (1, 2, 4, 8)
+    for engine, where in (("cuda", "ms here"), ("vllm", "from vLLM")):
+        *first, last = [f"{_ms(rows[engine, batch]):.2f}" for batch in batches]
+        yield f"{', '.join(first)} and {last} {where}"
+    *first, last = [f"{rows['vllm', batch].ratio:.2f}" for batch in batches]
+    yield f"{', '.join(first)} and {last} times"
+
+
+def _serving(kept: Sequence[Kept]) -> Phrases:
+    """Of both engines, each workload."""
+    rows = _by([of for of in _rows(kept, "serving") if of.row.gpu != "cpu"], "workload", "engine")
+    for workload in ("fixed", "aime"):
+        own, other = rows[workload, "cuda"], rows[workload, "vllm"]
+        yield f"{own.answers} requests"
+        yield f"{own.tok_s:,.0f} tokens/s here, {other.tok_s:,.0f} from vLLM: {other.ratio:.2f} times"
+        yield f"first token after {own.ttft_ms:.0f} and {other.ttft_ms:.0f} ms"
+        yield f"between tokens {own.itl_p50_ms:.1f} and {other.itl_p50_ms:.1f}"
 
 
 def _sm_map(kept: Sequence[Kept]) -> Phrases:
@@ -259,6 +310,11 @@ PHRASES: dict[str, Callable[[Sequence[Kept]], Phrases]] = {
     "context_sweep": _context_sweep,
     "plan_ablation": _plan_ablation,
     "schedule_ablation": _schedule_ablation,
+    "wave_order_ablation": _wave_order_ablation,
+    "placement_ablation": _placement_ablation,
+    "routing_ablation": _routing_ablation,
+    "vllm_decode": _vllm_decode,
+    "serving": _serving,
     "sm_map": _sm_map,
     "kernel_ablation": _kernel_ablation,
     "ring_ablation": _ring_ablation,
