@@ -18,7 +18,8 @@ from mk.sampling import SamplingParams
 
 COMPLETIONS = "/completions"
 FIRST_TOKEN = 16  # ids below are markers in the vocabularies here
-WARM_TOKENS = 4  # by which the answers of one warming request are longer than the last one's
+TOGETHER_TOKENS = 256  # of a warming answer: the first is not done when the last of long prompts has been read
+STEP_TOKENS = 4  # by which it is longer than the one before
 
 
 def lengths(workload: Workload, seed: int) -> list[int]:
@@ -35,14 +36,20 @@ def bodies(workload: Workload, vocab: int, seed: int, sampling: SamplingParams) 
     return [request(rng, workload.prompt, tokens, vocab, sampling) for tokens in lengths(workload, seed)]
 
 
-def warming(workload: Workload, vocab: int, seed: int, parallel: int) -> list[dict[str, Any]]:
-    """Requests for what an engine compiles or lowers when it meets it first: batch by batch, as they end one after the
-    other, contexts as long as the workload's longest; then a prompt as long as the workload's."""
+def warming(
+    workload: Workload, vocab: int, seed: int, parallel: int, sampling: SamplingParams
+) -> list[list[dict[str, Any]]]:
+    """Requests for what an engine compiles or lowers when it meets it first, in two waves that are sent one after the
+    other: contexts as long as the workload's longest, which decode together before they end one by one; then prompts as
+    long as the workload's, of which `parallel` come at once and as many more beside what decodes."""
     longest = longest_of(workload, seed)
     rng = np.random.default_rng([seed, workload.prompt, 1])
-    tokens = [min(WARM_TOKENS * (row + 1), longest - 1) for row in range(parallel)]
-    shapes = [*((longest - more, more) for more in tokens), (workload.prompt, 1)]
-    return [request(rng, *shape, vocab, SamplingParams()) for shape in shapes]
+    together = min(TOGETHER_TOKENS, longest // 2)
+    step = max(1, min(STEP_TOKENS, (longest - 1 - together) // parallel))
+    ends = [min(together + step * row, longest - 1) for row in range(parallel)]
+    begins = [min(STEP_TOKENS * (row + 1), longest - workload.prompt) for row in range(2 * parallel)]
+    waves = [(longest - more, more) for more in ends], [(workload.prompt, more) for more in begins]
+    return [[request(rng, *shape, vocab, sampling) for shape in wave] for wave in waves]
 
 
 def longest_of(workload: Workload, seed: int) -> int:

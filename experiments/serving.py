@@ -42,8 +42,8 @@ def measure(cfg: Config, engine: Engine) -> None:
     for name in settings.workloads:
         workload = getattr(settings, name)
         asked = load.bodies(workload, vocab, settings.seed, sampling)
-        warming = load.warming(workload, vocab, settings.seed, parallel)
-        engine.client.drive(load.COMPLETIONS, warming, parallel, lambda _: None)
+        for wave in load.warming(workload, vocab, settings.seed, parallel, sampling):
+            engine.client.drive(load.COMPLETIONS, wave, parallel, lambda _: None)
         before = card_state()
         with progress(f"{engine.name}, {name}", len(asked)) as done:
             answers = engine.client.drive(load.COMPLETIONS, asked, parallel, done)

@@ -26,6 +26,7 @@ from mk.errors import MkError
 from mk.rows import Row, read_rows
 from mk.sampling import SamplingParams
 from mk.sources import ROOT
+from tests.engine_rig import interpreted
 from tests.promotion import committed, edit, folder_of, problems, repository, require_kept
 from tests.server_rig import TOKENIZER
 from tests.server_rig import serving as serve
@@ -79,12 +80,42 @@ def test_every_engine_is_asked_the_same_and_warmed_with_something_else() -> None
     assert load.digest(asked) != load.digest(load.bodies(workload, 1000, 4, SamplingParams(1.0, top_p=0.9)))
     assert len({tuple(body["prompt"]) for body in asked}) == 6 and all(len(body["prompt"]) == 12 for body in asked)
     assert all(body["ignore_eos"] and body["top_p"] == 0.9 and "top_k" not in body for body in asked)
-    *warm, short = load.warming(workload, 1000, 3, 4)
-    assert (len(short["prompt"]), short["max_tokens"]) == (12, 1)
-    totals = {len(body["prompt"]) + body["max_tokens"] for body in warm}
+    longest, own = load.warming(workload, 1000, 3, 4, SamplingParams(1.0))
+    totals = {len(body["prompt"]) + body["max_tokens"] for body in longest}
     assert totals == {load.longest_of(workload, 3)} == {12 + max(body["max_tokens"] for body in asked)}
-    assert len({body["max_tokens"] for body in warm}) == 4  # so they end one after the other
-    assert not {tuple(body["prompt"][:4]) for body in warm} & {tuple(body["prompt"][:4]) for body in asked}
+    assert len({body["max_tokens"] for body in longest}) == 4  # so they end one after the other
+    assert [len(body["prompt"]) for body in own] == [12] * 8
+    assert {body["temperature"] for body in [*longest, *own]} == {1.0}  # steps that draw are other programs
+    begun = {tuple(body["prompt"][:4]) for body in asked}
+    assert not {tuple(body["prompt"][:4]) for body in [*longest, *own]} & begun
+
+
+@pytest.mark.parametrize("tokens", (1, 2, 40, 512))
+def test_warming_answers_last_until_all_prompts_are_in(tokens: int) -> None:
+    workload = Workload(requests=8, prompt=30, tokens=tokens, spread=0, scale=1)
+    longest, own = load.warming(workload, 1000, 0, 8, SamplingParams())
+    assert all(body["prompt"] and body["max_tokens"] >= 1 for body in [*longest, *own])
+    assert all(len(body["prompt"]) + body["max_tokens"] <= 30 + tokens for body in [*longest, *own])
+    shortest = min(body["max_tokens"] for body in longest)
+    assert shortest >= min(load.TOGETHER_TOKENS, (30 + tokens) // 2)
+
+
+def test_a_workload_meets_no_program_that_its_warming_did_not() -> None:
+    workload = Workload(requests=6, prompt=200, tokens=70, spread=0.1, scale=1)  # past a bucket's 256 keys
+    engine = interpreted(4)
+
+    def lowered() -> dict[int, set[tuple[int, bool]]]:
+        return {size: set(programs._made) for size, programs in engine.programs.items()}
+
+    with serve(engine=engine, policy={"chunk": 32, "prefill": "interleave", "steps_between": 8}) as served:
+        client, fresh = Client(f"{served.url}/v1", 30), lowered()
+        for wave in load.warming(workload, engine.geometry.vocab, 0, 4, SamplingParams()):
+            client.drive(load.COMPLETIONS, wave, 4, lambda _: None)
+        warm = lowered()
+        client.drive(
+            load.COMPLETIONS, load.bodies(workload, engine.geometry.vocab, 0, SamplingParams()), 4, lambda _: None
+        )
+    assert lowered() == warm and all((512, False) in warm[size] - fresh[size] for size in (1, 2, 4))
 
 
 # ---- figures ----
