@@ -9,13 +9,14 @@ folder.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from experiments import load
-from experiments.agents.replay import replay
+from experiments.agents.replay import rehearse, replay
 from experiments.agents.task import Task, run_task, version_of
 from experiments.agents.trace import Trace
 from experiments.device_weights import open_weights
@@ -35,7 +36,7 @@ def main(cfg: Config) -> int:
         raise MkError("agent_trial needs an agent", hint="agent=opencode, cline, aider or replay")
     if cfg.agent.name == "replay":
         trace = Trace.load(Path(cfg.agent.trace or ""))
-        return trial(cfg, lambda run, engine: replay(cfg, run, trace, engine))
+        return trial(cfg, partial(rehearse, cfg, trace), lambda run, engine: replay(cfg, run, trace, engine))
     version = version_of(cfg.agent)  # before minutes of a server's start
     tasks = [Task.load(name) for name in cfg.experiment.tasks]
 
@@ -43,16 +44,20 @@ def main(cfg: Config) -> int:
         for task in tasks:
             print(line(run_task(cfg, run, engine, task, version)), flush=True)
 
-    return trial(cfg, work, table)
+    return trial(cfg, partial(warm, cfg), work, table)
 
 
 def trial(
-    cfg: Config, work: Callable[[RunFolder, Engine], None], show: Callable[[Sequence[Row]], str] | None = None
+    cfg: Config,
+    prepare: Callable[[Engine], None],
+    work: Callable[[RunFolder, Engine], None],
+    show: Callable[[Sequence[Row]], str] | None = None,
 ) -> int:
     missing = check_engines(cfg)
 
     def measure(engine: Engine) -> None:
-        warm(cfg, engine)
+        if cfg.experiment.warm:
+            prepare(engine)
         work(run, engine)
 
     with RunFolder.create(cfg) as run:
@@ -62,8 +67,6 @@ def trial(
 def warm(cfg: Config, engine: Engine) -> None:
     """A prompt and its continuation, which share nothing with what comes."""
     settings = cfg.experiment
-    if not settings.warm:
-        return
     vocab = open_weights(cfg, torch.device("cpu")).geometry.vocab
     draw = np.random.default_rng(settings.seed)
     warming = load.request(draw, settings.warm, WARM_TOKENS, vocab, SamplingParams())

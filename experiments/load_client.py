@@ -69,6 +69,11 @@ class Client:
         self.model = str(served[0]["id"])
         self.context: int | None = served[0].get("max_model_len")  # tokens, where the server says so
 
+    def count(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> int:
+        """Tokens of a conversation's prompt, by the server's /tokenize. Raises MkError for a server that has none."""
+        asked = {"model": self.model, "messages": messages, "tools": tools}
+        return int(fetch(f"{self.url.removesuffix('/v1')}/tokenize", asked, self._timeout_s)["count"])
+
     def ask(self, path: str, body: Mapping[str, Any]) -> Answer:
         """One answer to its end. Raises MkError for one that does not come, or breaks off."""
         url = self.url + path

@@ -404,7 +404,7 @@ class Serving(Servers):
 class AgentTrial(Servers):
     tasks: list[str]  # folders of experiments/agents/tasks, for an agent that is a program
     limit_s: float  # of such an agent, for each task
-    warm: int  # tokens of the prompt that is sent before; 0: none is
+    warm: int  # tokens of the prompt that is sent before, by agent=replay turns as long as its own; 0: nothing is
 
     def __post_init__(self) -> None:
         Servers.__post_init__(self)

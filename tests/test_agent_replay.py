@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +93,28 @@ def test_both_engines_get_the_conversation_and_their_rows_are_kept(
 
 def test_a_named_server_gets_it_alone(tmp_path: Path) -> None:
     with serving(pages=200) as served:
-        served.overrides[""] = lambda history: {20: 5.0}
+        asked: list[list[int]] = []
+
+        def script(history: Sequence[int]) -> dict[int, float]:
+            asked.append(list(history))
+            return {20: 5.0}
+
+        served.overrides[""] = script
         place = [f"experiment.base_url={served.url}/v1", f"run_dir={tmp_path / 'runs'}"]
         assert agent_trial.main(load_config([*SMALL, short(tmp_path), *place])) == 0
         served.assert_idle()
-    (row,) = read_rows(folder_of(tmp_path / "runs") / "rows.jsonl")
+    folder = folder_of(tmp_path / "runs")
+    (row,) = read_rows(folder / "rows.jsonl")
     assert row.engine == "served" and row.model == "nano"
     assert row.hit_tokens and row.hit_tokens < row.usage_prompt_tokens
+    # a rehearsal had the same lengths, each with the one before in it, and shared nothing with the conversation
+    turns = [json.loads(line) for line in (folder / "transcript-served.jsonl").read_text().splitlines()]
+    lengths = [turn["prompt_tokens"] for turn in turns]
+    firsts = [history for history in asked if len(history) in lengths]
+    assert [len(history) for history in firsts] == 2 * lengths and turns[0]["cached"] == 0
+    rehearsed, replayed = firsts[:3], firsts[3:]
+    assert all(after[: len(before)] == before for before, after in itertools.pairwise(rehearsed))
+    assert rehearsed[0][:8] != replayed[0][:8]
 
 
 @pytest.mark.parametrize(

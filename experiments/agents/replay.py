@@ -2,7 +2,7 @@
 
 Each request holds all turns before it, with the tools and what they gave, and asks for as many tokens as the trace
 says; whatever the model says, the recorded answer stands in the next request. So all engines do the same work, and a
-prompt begins with what the server has computed already.
+prompt begins with what the server has computed already. A rehearsal goes before, of random tokens.
 """
 
 from __future__ import annotations
@@ -11,12 +11,18 @@ import hashlib
 import json
 from typing import Any
 
+import numpy as np
+import torch
+
+from experiments import load
 from experiments.agents.trace import Trace, Turn
+from experiments.device_weights import open_weights
 from experiments.load_client import Answer
 from experiments.load_report import Engine
 from mk.config import Config
 from mk.device import card_state
 from mk.runs import RunFolder
+from mk.sampling import SamplingParams
 
 CHAT = "/chat/completions"
 
@@ -43,6 +49,20 @@ def replay(cfg: Config, run: RunFolder, trace: Trace, engine: Engine) -> None:
         batch=1,
         requests_hash=hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest(),
     )
+
+
+def rehearse(cfg: Config, trace: Trace, engine: Engine) -> None:
+    """As many turns of random tokens, each as long as the trace's and going on from the one before. So an engine has
+    met each length of a prompt, and of what it has to compute of it, and nothing of the conversation: kernels that are
+    compiled for a length, and programs lowered for it, are no part of what is measured."""
+    assert cfg.agent.scale is not None
+    asked = trace.bodies(cfg.agent.scale, cfg.sampling.temperature)
+    counts = [engine.client.count(body["messages"], body["tools"]) for body in asked]
+    draw, vocab = np.random.default_rng(cfg.experiment.seed), open_weights(cfg, torch.device("cpu")).geometry.vocab
+    drawn = load.request(draw, max(counts), 1, vocab, SamplingParams(cfg.sampling.temperature))
+    for count, body in zip(counts, asked, strict=True):
+        turn = {"prompt": drawn["prompt"][:count], "max_tokens": body["max_tokens"]}
+        engine.client.ask(load.COMPLETIONS, drawn | turn)
 
 
 def told(number: int, turn: Turn, answer: Answer) -> dict[str, Any]:

@@ -35,6 +35,8 @@ class Server(BaseHTTPRequestHandler):
         if MODE == "falls":
             print("CUDA error: an illegal memory access", flush=True)
             os._exit(3)
+        if self.path == "/tokenize":
+            return self.reply(json.dumps({"count": length(asked)}).encode())
         Server.answered += 1
         if asked.get("stream"):
             return self.stream(asked)
@@ -57,7 +59,7 @@ class Server(BaseHTTPRequestHandler):
         assert len(parsers) == 2 * (MODE == "parsers")  # they keep chunks back
         assert asked["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
         tokens = max(1, asked["max_tokens"] - (MODE == "short"))
-        prompt = len(asked.get("prompt", "")) or sum(len(str(each)) for each in asked["messages"])
+        prompt = length(asked)
         self.send_response(200)
         self.send_header("content-type", "text/event-stream; charset=utf-8")
         self.end_headers()
@@ -79,6 +81,11 @@ class Server(BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
+
+
+def length(asked):
+    """In the place of tokens: ids, or characters of a conversation."""
+    return len(asked.get("prompt", "")) or sum(len(str(each)) for each in asked["messages"])
 
 
 if __name__ == "__main__":
