@@ -13,6 +13,7 @@ import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -73,9 +74,7 @@ def run(cfg: Config, within: RunFolder | None = None) -> list[Row]:
             rows.append(bench.append(folder, batch, timing))
             print(line(rows[-1]), flush=True)
             if cfg.routing.name == "checkpoint":
-                g = bench.runtime.geometry
-                trace = Trace(g.sparse_layers, timing.ids[:, list(g.sparse_layers)].numpy())
-                trace.save(folder.path / f"routing_batch{batch}.npz")  # for routing=replay
+                record(bench.runtime.geometry, timing, batch, folder)
         if settings.zero_wait:
             rows += bounds(bench, folder)
         if settings.trace:
@@ -140,6 +139,13 @@ class Bench:
         bound = "oracle" if self.cfg.routing.name == "oracle" else None
         program, outcome = self.programs[batch], self.outcomes.get(batch)
         return append_row(self.cfg, run.under(self.cfg), self.library, program, timing, outcome, bound, raw, more)
+
+
+def record(g: Geometry, timing: Timing, batch: int, run: RunFolder) -> Path:
+    """Leaves in the run folder what the router chose, and returns the file: for routing=replay."""
+    path = run.path / f"routing_batch{batch}.npz"
+    Trace(g.sparse_layers, timing.ids[:, list(g.sparse_layers)].numpy()).save(path)
+    return path
 
 
 def plans(cfg: Config, geometry: Geometry) -> tuple[dict[int, Program], dict[int, Tensor | None]]:

@@ -8,6 +8,7 @@ difference may be found. What was measured is written, whatever fails after it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from experiments import decode_throughput, simulated_variants
 from experiments.arms import require_apart, require_axes, require_read, table
 from experiments.decode_rows import Timing
 from experiments.decode_throughput import Bench, job_of
+from experiments.forced_routing import RECORDED
 from mk.compose import expand_sweep, vary
 from mk.config import Config
 from mk.errors import MkError
@@ -101,7 +103,7 @@ def on_card(
                 found[label] = []
                 _by_itself(cfg, run, label, job, executed, found[label], written)
             else:
-                benches[label] = opened(job)
+                benches[label] = opened(_recorded(job, benches, run))
         except FAILS as error:
             failed.append(f"{label}: {error}")
             print(f"failed: {error}", flush=True)
@@ -120,6 +122,24 @@ def opened(job: Config) -> Bench:
     bench = Bench.open(job)
     bench.check()
     return bench
+
+
+def _recorded(job: Config, benches: dict[str, Bench], run: RunFolder) -> Config:
+    """`job`, with a file of the run where it is to replay what the router chose: its variant is asked now.
+
+    Raises MkError where no variant before it has routing=checkpoint, and for more batches than one.
+    """
+    if job.routing.path != RECORDED:
+        return job
+    routers = [bench for bench in benches.values() if bench.cfg.routing.name == "checkpoint"]
+    if not routers or len(job.experiment.batches) != 1:
+        raise MkError(
+            f"routing.path={RECORDED} is what a variant before it with routing=checkpoint chose, of one batch",
+            hint="'experiment.variants=[routing=checkpoint,routing=replay routing.path=recorded]'",
+        )
+    (batch,), router = job.experiment.batches, routers[-1]
+    path = decode_throughput.record(router.runtime.geometry, router.measure(batch), batch, run)
+    return dataclasses.replace(job, routing=dataclasses.replace(job.routing, path=str(path)))
 
 
 def _by_itself(

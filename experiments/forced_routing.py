@@ -11,6 +11,8 @@ from mk.model.geometry import Geometry
 from mk.routing import Uniform, make_router
 from mk.step_params import MAX_ROWS
 
+RECORDED = "recorded"  # routing.path of a variant: what routing=checkpoint chose before it in the same run
+
 
 def forced_ids(routing: RoutingConfig, g: Geometry, rows: int, steps: int) -> Tensor | None:
     """Ids of `rows` rows, int32 [steps, layers, MAX_ROWS, top_k] on the CPU; None leaves them to the model's router.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from experiments.arms import require_apart, table
 from experiments.console import progress
-from experiments.forced_routing import forced_ids
+from experiments.forced_routing import RECORDED, forced_ids
 from mk.build import NO_RUN_AHEAD, defines_of
 from mk.config import Config
 from mk.errors import MkError
@@ -50,6 +50,8 @@ def run(cfg: Config, jobs: Sequence[tuple[str, Config]], to_previous: bool = Fal
                             raise MkError("a step of many launches, of which the simulator knows nothing")
                         if job.sampling.temperature > 0:
                             raise MkError("the waves that draw tokens, which were never traced for the simulator")
+                        if job.routing.path == RECORDED:
+                            raise MkError("what a router chose, which chooses on a card alone")
                         sample = Sample.draw(geometry, job.routing, [job.experiment.context] * batch)
                     except MkError as error:
                         left[label] = str(error)

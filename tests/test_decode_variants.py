@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from mk.errors import MkError
 from mk.model.geometry import PRESETS
 from mk.recompute import different
 from mk.roofline import uniform_experts
+from mk.routing import Trace
 from mk.rows import Row, read_raw, read_rows
 from mk.schedule.placement import PLACEMENTS
 from tests.device_rig import FakeLibrary, fake_device
@@ -89,7 +91,7 @@ def test_the_ablations_have_what_they_are_named_for() -> None:
     uniform = uniform_experts(PRESETS["north_mini_code"], 8)
     assert [r.distinct for r in routings if r.distinct] == [round(uniform * share) for share in (0.5, 0.75, 1)]
     assert {r.pattern for r in routings} >= {"all_same", "all_different"}
-    assert {r.name for r in routings} == {"uniform", "correlated", "adversarial", "checkpoint", "oracle"}
+    assert {r.name for r in routings} == set(group_options("routing"))
     rings = values("ring_ablation", lambda job: (job.engine.ring.slots, job.engine.ring.window_kb))
     assert rings == [(22, 32), (18, 32), (20, 32)]
     assert values("trace_ablation", lambda job: job.engine.trace) == ["none", "moments", "waits"]
@@ -212,6 +214,29 @@ def test_a_routing_ablation_has_other_ids_in_every_arm_and_names_the_oracle(
         on_card("routing_ablation", tmp_path / "same", same, "experiment.batches=[2]")
     with pytest.raises(MkError, match="names 'routing=uniform' twice"):
         on_card("routing_ablation", tmp_path / "twice", "experiment.variants=['routing=uniform','routing=uniform']")
+
+
+def test_what_the_router_chose_is_replayed_in_the_same_run(stand_in: FakeLibrary, tmp_path: Path) -> None:
+    arms = "experiment.variants=['routing=checkpoint','routing=uniform','routing=replay routing.path=recorded']"
+    status, rows, _ = on_card("routing_ablation", tmp_path, arms, "experiment.batches=[2]")
+    by_arm = {row.arm: row for row in rows}
+    again = by_arm["routing=replay routing.path=recorded"]
+    assert status == 0 and set(again.data or {}) == {"routing.path"}
+    (path,) = tmp_path.glob("*/routing_batch2.npz")
+    settings = load_config(["experiment=routing_ablation", *CARD]).experiment
+    steps, blocks = settings.steps // settings.rounds, range(settings.rounds)
+    ids = Trace.load(path).ids
+    assert len(ids) == settings.warmup + settings.steps
+    timed = [step for b in blocks for step in ids[b * steps + settings.warmup : (b + 1) * steps + settings.warmup]]
+    experts = np.mean([[len(np.unique(layer)) for layer in step] for step in timed])
+    assert again.distinct_experts == pytest.approx(experts)
+    for given in (
+        "['routing=replay routing.path=recorded','routing=checkpoint']",
+        "['routing=uniform','routing=replay routing.path=recorded']",
+    ):
+        where = tmp_path / str(len(given))
+        status, rows, _ = on_card("routing_ablation", where, f"experiment.variants={given}", "experiment.batches=[2]")
+        assert status == 1 and "routing=replay routing.path=recorded" not in {row.arm for row in rows}
 
 
 @pytest.mark.parametrize("rounds", ["5", "1"])
@@ -337,7 +362,8 @@ def test_without_a_card_step_times_are_simulated_and_labelled(
     small = ["model=slice", "experiment.batches=[2]", "experiment.context=1024", "experiment.check_tokens=20"]
     if name == "routing_ablation":
         small.append(
-            "experiment.variants=['routing=uniform','routing=checkpoint','routing=oracle','routing=adversarial']"
+            "experiment.variants=['routing=uniform','routing=checkpoint','routing=oracle','routing=adversarial',"
+            "'routing=replay routing.path=recorded']"
         )
     assert decode_variants.main(load_config([f"experiment={name}", *small, f"run_dir={tmp_path}"])) == 0
     (folder,) = tmp_path.iterdir()
@@ -356,6 +382,7 @@ def test_without_a_card_step_times_are_simulated_and_labelled(
     for message in (
         "routing=checkpoint: a simulated step has no logits",
         "routing=oracle: another build of the kernel",
+        "routing=replay routing.path=recorded: what a router chose",
     ):
         assert (f"not simulated: {message}" in out) == (name == "routing_ablation")
 
