@@ -16,6 +16,7 @@ from mk.engine.core import Core
 from mk.engine.request import Delivery, GenerationParams, Request
 from mk.engine.worker import Worker
 from mk.errors import MkError
+from prefill.chunks import Prompt
 
 PATIENCE_S = 300.0  # of one request
 
@@ -106,16 +107,16 @@ class Bench:
     def __init__(self, core: Core) -> None:
         self.engine, self.core = core.engine, core
         self.loop = self.engine.loop = Watched(self.engine.loop)
-        compute = self.engine.prefill
+        compute = self.engine.prefill_together
 
-        def prefill(*args: Any, **more: Any) -> Any:
+        def prefill(prompts: Sequence[Prompt]) -> Any:
             begun = time.perf_counter()
             try:
-                return compute(*args, **more)
+                return compute(prompts)
             finally:
                 self.loop.prefill_us += (time.perf_counter() - begun) * 1e6
 
-        self.engine.prefill = prefill
+        self.engine.prefill_together = prefill
         self.worker = Worker(core)
         self._attend = core.attend
 

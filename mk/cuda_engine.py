@@ -21,6 +21,7 @@ from mk.programs import Plan, programs_by_size
 from mk.runtime import Runtime, unpack_keys, unpack_values
 from mk.sampling import SamplingParams
 from mk.schedule.lower import Program
+from prefill.chunks import Prompt
 from prefill.torch_prefill import TorchPrefill
 from prefill.triton_prefill import TritonPrefill
 
@@ -48,6 +49,10 @@ class HostPrefill:
                     k, v = (torch.from_numpy(self.kv.pools[kind][page, index, :, which]) for which in (0, 1))
                     self._runtime.write_pages(kind, int(page), index, k, v)
         return logits
+
+    def together(self, pages: PageAllocator, prompts: Sequence[Prompt]) -> list[npt.NDArray[np.float32]]:
+        """One after the other."""
+        return [self.run(pages, prompt.slot, prompt.tokens, prompt.start) for prompt in prompts]
 
     def _take_over(self, pages: PageAllocator, slot: int) -> None:
         """The slot's pages as they stand on the device: decode steps may have written to them since."""
@@ -118,6 +123,14 @@ class CudaEngine:
     def prefill(self, row: int, tokens: Sequence[int], start: int = 0, every: bool = False) -> npt.NDArray[np.float32]:
         with torch.cuda.stream(self.runtime.stream):  # in turn with steps, which read the same pages
             return self._prefill.run(self.pages, row, tokens, start, every)
+
+    @property
+    def packs(self) -> bool:
+        return isinstance(self._prefill, TritonPrefill) and self._prefill.bits_are_a_tokens_own
+
+    def prefill_together(self, prompts: Sequence[Prompt]) -> Sequence[npt.NDArray[np.float32]]:
+        with torch.cuda.stream(self.runtime.stream):
+            return self._prefill.together(self.pages, prompts)
 
     def step(
         self,

@@ -35,6 +35,7 @@ from mk.sampling import SamplingParams, sample_row
 from mk.schedule.lower import Program
 from mk.step_params import MAX_ROWS
 from mk.threads import threads_for
+from prefill.chunks import Prompt
 from prefill.interpreted import InterpretedPrefill
 from prefill.torch_prefill import TorchPrefill
 
@@ -94,6 +95,18 @@ class PagedEngine(Engine, Protocol):
     sizes: tuple[int, ...]
 
     @property
+    def packs(self) -> bool:
+        """Whether prompts that are prefilled together share a pass over the weights, at the bits that each has alone."""
+        ...
+
+    def prefill_together(self, prompts: Sequence[Prompt]) -> Sequence[Logits]:
+        """As `prefill`, several slots at once: the logits after the last token of each, the same bits as alone.
+
+        An MkError, of whichever prompt, leaves all of them undone.
+        """
+        ...
+
+    @property
     def loop(self) -> DecodeLoop:
         """What decodes where nobody has to look at a step's logits. `step`, `prefill` and the copies want it parked."""
         ...
@@ -151,6 +164,13 @@ class MachineEngine:
 
     def prefill(self, row: int, tokens: Sequence[int], start: int = 0, every: bool = False) -> Logits:
         return self._prefill.run(self.pages, row, tokens, start, every)
+
+    @property
+    def packs(self) -> bool:
+        return isinstance(self._prefill, InterpretedPrefill)
+
+    def prefill_together(self, prompts: Sequence[Prompt]) -> Sequence[Logits]:
+        return self._prefill.together(self.pages, prompts)
 
     def step(
         self,

@@ -14,6 +14,7 @@ from mk.kv import KINDS, KVCache, PageAllocator, kv_layers
 from mk.model.packing import PackedWeights
 from mk.runtime import pack_keys, pack_values, unpack_keys, unpack_values
 from mk.step_params import KV_BLOCK
+from prefill.chunks import Prompt
 from prefill.kernels import interpreted
 from prefill.triton_prefill import TritonPrefill
 
@@ -67,6 +68,16 @@ class InterpretedPrefill:
             self._take_over(pages, slot)
         logits = self._prefill.run(pages, slot, tokens, start, every)
         hand_over(self._prefill.pools, self.kv, pages, slot)
+        return logits
+
+    def together(self, pages: PageAllocator, prompts: Sequence[Prompt]) -> list[npt.NDArray[np.float32]]:
+        """As `TritonPrefill.together`. Raises MkError."""
+        for prompt in prompts:
+            if prompt.start:
+                self._take_over(pages, prompt.slot)
+        logits = self._prefill.together(pages, prompts)
+        for prompt in prompts:
+            hand_over(self._prefill.pools, self.kv, pages, prompt.slot)
         return logits
 
     def _take_over(self, pages: PageAllocator, slot: int) -> None:

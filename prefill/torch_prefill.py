@@ -25,6 +25,7 @@ from mk.model.geometry import PAGE, ROWS, Geometry
 from mk.model.packing import SUB_K, PackedWeights
 from mk.model.reference import rope_table, rotate, top_k
 from mk.threads import threads_for
+from prefill.chunks import Prompt
 
 TILE = PAGE
 _CACHED = 1 << 30  # bytes of float32 weights that are kept unpacked
@@ -98,6 +99,10 @@ class TorchPrefill:
                 if every:
                     found += [self._logits(row) for row in x]
             return np.stack(found) if every else self._logits(x[-1])
+
+    def together(self, pages: PageAllocator, prompts: Sequence[Prompt]) -> list[npt.NDArray[np.float32]]:
+        """As `run`, one after the other."""
+        return [self.run(pages, prompt.slot, prompt.tokens, prompt.start) for prompt in prompts]
 
     def _check(self, tokens: Sequence[int], end: int) -> None:
         g = self.geometry

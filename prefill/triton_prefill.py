@@ -71,12 +71,21 @@ class TritonPrefill:
         cos, sin = (t.to(self._dtype).to(self.device) for t in rope_table(self.geometry, torch.arange(positions)))
         self.rope = (cos.contiguous(), sin.contiguous())
 
+    @property
+    def bits_are_a_tokens_own(self) -> bool:
+        """Whether none depends on what it is packed with."""
+        return self.launch.products == "packed"
+
     def run(
         self, pages: PageAllocator, slot: int, tokens: Sequence[int], start: int = 0, every: bool = False
     ) -> np.ndarray:
         """One prompt; float32 [vocab], the logits after its last token, or [tokens, vocab] after `every` one."""
         logits = self.forward(pages, [Prompt(slot, tokens, start)], every=every).cpu().numpy()
         return logits if every else logits[0]
+
+    def together(self, pages: PageAllocator, prompts: Sequence[Prompt]) -> list[np.ndarray]:
+        """Prompts of different slots, packed; float32 [vocab] each, the logits after its last token."""
+        return list(self.forward(pages, prompts).cpu().numpy())
 
     @torch.no_grad()
     def forward(

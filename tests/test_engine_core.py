@@ -412,7 +412,7 @@ def test_rows_that_are_not_finite_end_alone() -> None:
 def test_many_random_requests_leave_nothing_behind() -> None:
     """Requests of every length, a tenth cancelled, in pools that force preemption and eviction."""
     rng, moments = np.random.default_rng(3), np.random.default_rng(4)
-    engine: Core = core(scripted(rows=4, pages={"full": 9, "sliding": 10}, ahead=3), deliver=2, held=4)
+    engine: Core = core(scripted(rows=4, pages={"full": 8, "sliding": 9}, ahead=3), deliver=2, held=4)
     found: list[Answer] = []
 
     def attend() -> bool:

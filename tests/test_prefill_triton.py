@@ -115,8 +115,11 @@ def test_the_kernels_engine_has_its_pages_filled(fake_device: FakeLibrary) -> No
     for products in (None, "packed"):
         engine = CudaEngine(weights(), library, plan, 2, 400, chunk=64, products=products, device="cpu")
         engine.prefill(1, PROMPT[:70])
+        assert engine.packs == (products == "packed")
         held = {kind: engine.pages.table[kind][1, :2] for kind in ("full", "sliding")}
         pools.append([engine.runtime[f"pool_{kind}"][torch.from_numpy(pages).long()] for kind, pages in held.items()])
+    other = CudaEngine(weights(), library, plan, 2, 400, chunk=64, products="torch", device="cpu")
+    assert not other.packs  # there a token's bits depend on the chunk
     for torchs, tritons in zip(*pools, strict=True):
         torchs, tritons = torchs.float().nan_to_num(), tritons.float().nan_to_num()
         assert (torchs - tritons).norm() < 0.1 * torchs.norm()

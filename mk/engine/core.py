@@ -26,7 +26,9 @@ from mk.engines import PagedEngine
 from mk.errors import MkError
 from mk.interpreter import Status, StepOutputs
 from mk.kv import OutOfPages
+from mk.model.geometry import PAGE
 from mk.sampling import NO_TOKEN
+from prefill.chunks import Prompt
 
 
 @dataclass(slots=True)
@@ -118,7 +120,7 @@ class Core:
         pause = self.policy.prefill == "pause"
         if prefilling and (pause or not decoding or self._steps_since_chunk >= self.policy.steps_between):
             self._steps_since_chunk = 0
-            self._prefill(prefilling[0])
+            self._prefill(self._pack(prefilling))
         elif decoding:
             self._decode(decoding, self.policy.steps_between - self._steps_since_chunk if prefilling else None)
         return bool(running)
@@ -148,8 +150,7 @@ class Core:
         """Room for a request's next tokens, at the expense of later ones; False if it had to give way itself."""
         while True:
             try:
-                self.pages.release_window(request.slot, request.computed)
-                self.pages.reserve(request.slot, keys, since)
+                self._hold(request, keys, since)
                 return True
             except OutOfPages:
                 last = self.running[-1]
@@ -159,30 +160,80 @@ class Core:
                 if last is request:
                     return False
 
+    def _hold(self, request: Request, keys: int, since: int | None = None) -> None:
+        """Room for a request's next tokens. Raises OutOfPages."""
+        self.pages.release_window(request.slot, request.computed)
+        self.pages.reserve(request.slot, keys, since)
+
     # ---- prompts ----
 
-    def _prefill(self, request: Request) -> None:
-        """Compute the next chunk of a prompt, and the first token of the answer with the last one."""
-        lo, hi = request.computed, min(request.computed + self.policy.chunk, len(request.prompt))
-        if not self._reserve(request, hi, since=lo):
+    def _prefill(self, chunk: Sequence[tuple[Request, int]]) -> None:
+        """Compute prompts up to a token each, and where that is the last one the first token of the answer."""
+        if not chunk:
             return
+        prompts = [Prompt(each.slot, each.prompt[each.computed : hi], each.computed) for each, hi in chunk]
         # before the engine gives back what leaves the window; nobody can match them before the chunk is computed
-        published = self.seats.publish(request, hi)
-        every = request.params.prompt_logprobs is not None
+        published = [block for request, hi in chunk for block in self.seats.publish(request, hi)]
         try:
-            logits = self.engine.prefill(request.slot, request.prompt[lo:hi], lo, every)
+            if _alone(chunk[0][0]):
+                (prompt,) = prompts
+                rows = self.engine.prefill(prompt.slot, prompt.tokens, prompt.start, every=True)
+                self._note_prompt(chunk[0][0], prompt.start, rows)
+                found = [rows[-1]]
+            else:
+                found = list(self.engine.prefill_together(prompts))
         except MkError as error:
             if self.cache:
                 self.cache.retract(published)
-            self._finish(request, "error", str(error))
+            if len(chunk) == 1:
+                self._finish(chunk[0][0], "error", str(error))
+            else:  # nothing was done: whose error it is shows where each is alone
+                for one in chunk:
+                    self._prefill([one])
             return
-        request.computed = hi
-        if every:
-            self._note_prompt(request, lo, logits)
-            logits = logits[-1]
-        if hi == len(request.prompt):
-            request.phase = Phase.DECODE
-            self._take(request, pick(logits, request, self._ends(request)), logits)
+        for request, hi in chunk:
+            request.computed = hi
+        for (request, hi), logits in zip(chunk, found, strict=True):
+            if hi == len(request.prompt):
+                request.phase = Phase.DECODE
+                self._take(request, pick(logits, request, self._ends(request)), logits)
+
+    def _pack(self, requests: Sequence[Request]) -> list[tuple[Request, int]]:
+        """What the next chunk computes of each prompt, up to which token: of the first one as much as it holds, then of
+        later ones, as long as there is room and nobody has to give way. Empty where the first one had to.
+
+        Who begins with what another one is about to compute waits for that.
+        """
+        first, *later = requests
+        self._look_again(first)
+        hi = min(first.computed + self.policy.chunk, len(first.prompt))
+        if not self._reserve(first, hi, since=first.computed):
+            return []
+        chunk, room = [(first, hi)], self.policy.chunk - (hi - first.computed)
+        if _alone(first) or not self.engine.packs:
+            return chunk
+        coming = set(self.seats.filled(first, hi))
+        for request in later:
+            if room == 0 or _alone(request) or request.phase is not Phase.PREFILL:
+                break
+            self._look_again(request)
+            if not coming.isdisjoint(self.seats.filled(request, min(request.computed + PAGE, len(request.prompt)))):
+                continue
+            hi = min(request.computed + room, len(request.prompt))
+            try:
+                self._hold(request, hi, since=request.computed)
+            except OutOfPages:
+                break
+            chunk.append((request, hi))
+            coming.update(self.seats.filled(request, hi))
+            room -= hi - request.computed
+        return chunk
+
+    def _look_again(self, request: Request) -> None:
+        """A prompt that has not been begun begins behind what others have computed of it by now."""
+        if more := self.seats.look_again(request):
+            request.due.cached_tokens = request.cached
+            self.totals.cached_tokens += more
 
     def _note_prompt(self, request: Request, lo: int, logits: np.ndarray) -> None:
         """Logprobs of the prompt tokens after positions lo..; the first token of all has none."""
@@ -324,3 +375,8 @@ class Core:
             request.due.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
         due, request.due = request.due, Delivery(cached_tokens=request.cached)
         request.sink(due)
+
+
+def _alone(request: Request) -> bool:
+    """Whether a prompt's logits are wanted after every token, which is no part of what prompts get together."""
+    return request.params.prompt_logprobs is not None

@@ -93,7 +93,8 @@ class PrefixCache:
     def retract(self, published: Sequence[tuple[str, bytes]]) -> None:
         """Take back blocks that turned out not to be what their hash says."""
         for kind, block_hash in published:
-            self._pages.drop(kind, self._entries[kind].pop(block_hash))
+            if (page := self._entries[kind].pop(block_hash, None)) is not None:  # of two that offered it, once
+                self._pages.drop(kind, page)
 
     def evictable(self, kind: str) -> int:
         """Pages of a kind that nobody but the cache holds."""

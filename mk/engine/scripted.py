@@ -23,6 +23,7 @@ from mk.model.geometry import PAGE, Geometry
 from mk.model.tokenizer import Tokenizer
 from mk.sampling import NO_TOKEN, SamplingParams, sample_row
 from mk.schedule.lower import Program
+from prefill.chunks import Prompt
 
 SURE = 30.0  # a logit beside which others, at 0, have a probability of e^-30 each
 
@@ -66,15 +67,26 @@ class ScriptedEngine:
         return None
 
     def prefill(self, row: int, tokens: Sequence[int], start: int = 0, every: bool = False) -> Logits:
-        end = start + len(tokens)
-        self.pages.reserve(row, end, since=start)
-        for position, token in enumerate(tokens, start):
-            self._write(row, position, token)
-        history = self._history(row, end)
-        self.pages.release_window(row, end)
+        (logits,) = self.prefill_together([Prompt(row, tokens, start)])
         if every:
-            return np.stack([self._logits(history[:n]) for n in range(start + 1, end + 1)])
-        return self._logits(history)
+            history = self._history(row, start + len(tokens))
+            return np.stack([self._logits(history[:n]) for n in range(start + 1, len(history) + 1)])
+        return logits
+
+    @property
+    def packs(self) -> bool:
+        return True
+
+    def prefill_together(self, prompts: Sequence[Prompt]) -> Sequence[Logits]:
+        found = []
+        for prompt in prompts:
+            self.pages.reserve(prompt.slot, prompt.end, since=prompt.start)
+            for position, token in enumerate(prompt.tokens, prompt.start):
+                self._write(prompt.slot, position, token)
+            found.append(self._logits(self._history(prompt.slot, prompt.end)))
+        for prompt in prompts:  # not before all went well
+            self.pages.release_window(prompt.slot, prompt.end)
+        return found
 
     def step(
         self,

@@ -46,8 +46,10 @@ class Seats:
     # ---- one request ----
 
     def lookup(self, request: Request) -> Hit:
-        """Blocks of a new request's prompt that need not be computed; its last token always is, for its logits."""
-        if self.cache is None or request.phase is not Phase.WAITING or request.params.prompt_logprobs is not None:
+        """Blocks of a prompt, of which nothing has been computed, that need not be; its last token always is, for its
+        logits."""
+        begun = request.phase is Phase.PREEMPTED or request.computed > request.cached
+        if self.cache is None or begun or request.params.prompt_logprobs is not None:
             return Hit()
         blocks = (len(request.prompt) - 1) // PAGE
         extend_hashes(request.hashes, request.prompt, blocks)
@@ -79,6 +81,18 @@ class Seats:
         request.slot, self.slots[slot] = slot, request
         return True
 
+    def look_again(self, request: Request) -> int:
+        """Tokens of a seated request's prompt that others have computed since it was; it begins behind them."""
+        hit = self.lookup(request)
+        more = hit.blocks * PAGE - request.computed
+        if self.cache is None or more <= 0:
+            return 0
+        self.pages.free(request.slot)
+        self.pages.adopt(request.slot, hit.blocks, hit.pages)
+        self.cache.touch(request.hashes[: hit.blocks])
+        request.computed = request.cached = hit.blocks * PAGE
+        return more
+
     def save(self, request: Request) -> None:
         """Copy what a request has computed to host memory, and give its slot and pages back."""
         if request.computed:
@@ -103,16 +117,22 @@ class Seats:
         """Share the blocks that become full as the request's computed tokens grow to `tokens`."""
         if self.cache is None:
             return []
+        first, published = request.computed // PAGE, []
+        for block, block_hash in enumerate(self.filled(request, tokens), first):
+            published += self.cache.publish(request.slot, block, block_hash)
+        return published
+
+    def filled(self, request: Request, tokens: int) -> list[bytes]:
+        """Hashes of the blocks that become full as the request's computed tokens grow to `tokens`, of those that are
+        shared."""
+        if self.cache is None:
+            return []
         if not self._policy.cache_generated:
             tokens = min(tokens, len(request.prompt))
         first, end = request.computed // PAGE, tokens // PAGE
-        if first >= end:
-            return []
-        extend_hashes(request.hashes, request.history(), end)
-        published = []
-        for block in range(first, end):
-            published += self.cache.publish(request.slot, block, request.hashes[block])
-        return published
+        if first < end:
+            extend_hashes(request.hashes, request.history(), end)
+        return request.hashes[first:end]
 
     # ---- a batch ----
 
