@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -19,10 +20,12 @@ from experiments.agents.programs import opencode_settings
 from experiments.console import progress
 from mk.compose import stored_config
 from mk.config import Config
+from mk.cuda_engine import CudaEngine
 from mk.engines import require_engine
 from mk.errors import tell
 from mk.model.opening import open_model
 from mk.model.packing import WeightLayout
+from mk.programs_ahead import made_ahead
 from mk.server.app import create_app
 from mk.server.generation import Service
 from mk.server.launch import Server, api_key, build_service, listen, version
@@ -39,8 +42,11 @@ def main(cfg: Config) -> int:
             service = build_service(cfg, model, lambda packed, _: done(packed))
         app = create_app(service, version(), api_key())
         server = Server(app, service.worker, cfg.server.drain_s, lambda: print(welcome(cfg, service), flush=True))
+        engine = service.worker.core.engine
+        ahead = made_ahead(engine.programs, cfg.server.context) if isinstance(engine, CudaEngine) else nullcontext()
         try:
-            server.run(sockets=[listener])
+            with ahead:  # on a CPU a program takes milliseconds
+                server.run(sockets=[listener])
         finally:
             service.worker.stop()
     return 0

@@ -96,7 +96,7 @@ class PagedEngine(Engine, Protocol):
 
     @property
     def packs(self) -> bool:
-        """Whether prompts that are prefilled together share a pass over the weights, at the bits that each has alone."""
+        """Whether prompts that are prefilled together share a pass over the weights, at the bits each has alone."""
         ...
 
     def prefill_together(self, prompts: Sequence[Prompt]) -> Sequence[Logits]:

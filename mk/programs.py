@@ -122,10 +122,18 @@ class Programs:
         Raises MkError (a VerifyError) if the plan cannot run.
         """
         if (bucket, draws) not in self._made:
-            program = self.plan.lower(self.geometry, self.rows, bucket, draws)
-            verify(program)
-            self._made[bucket, draws] = program
+            self._made[bucket, draws] = self.make(bucket, draws)
         return self._made[bucket, draws]
+
+    def make(self, bucket: int, draws: bool) -> Program:
+        """As `get`, and keeps nothing."""
+        program = self.plan.lower(self.geometry, self.rows, bucket, draws)
+        verify(program)
+        return program
+
+    def put(self, bucket: int, draws: bool, program: Program) -> None:
+        """Keep one that was made elsewhere, and verified."""
+        self._made.setdefault((bucket, draws), program)
 
     def fit(self, current: Program | None, keys: int, draws: bool) -> Program:
         """`current` where it is of this batch, holds `keys` keys and samples as asked, else the one to change to."""
