@@ -8,7 +8,10 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from mk.config import Config
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
@@ -46,37 +49,48 @@ def run(argv: list[str], trace: bool) -> int:
     A combination that is refused or fails does not stop the others; the status is then the first one that is not 0.
     """
     args = parse(argv)
-    from mk import compose
+    from mk import compose, launched
 
     if args.help:
         print(compose.help_text())
         return 0
-    jobs = compose.expand_sweep(args.overrides) if args.multirun else [args.overrides]
+    overrides, of_hydra = launched.split(args.overrides)
+    if of_hydra:
+        launched.check(of_hydra, args.multirun)
+    jobs = compose.expand_sweep(overrides) if args.multirun else [overrides]
     configs = [compose.load_config(job) for job in jobs]
     if args.cfg:
         print("---\n".join(compose.to_yaml(config) for config in configs), end="")
         return 0
-    if len(jobs) == 1:
+    if of_hydra:
+        statuses = launched.launch(jobs, overrides, of_hydra, Path(configs[0].run_dir))
+    elif len(jobs) == 1:
         return compose.experiment_main(configs[0].experiment.name)(configs[0]) or 0
-    from mk import loggers
-    from mk.errors import tell
-
-    loggers.begin_sweep(loggers.sweep_name(jobs))
-    failed = {}
-    for number, (job, config) in enumerate(zip(jobs, configs, strict=True), start=1):
-        print(f"[{number}/{len(jobs)}] {' '.join(job)}", flush=True)
-        try:
-            status = compose.experiment_main(config.experiment.name)(config)
-        except BrokenPipeError:
-            raise
-        except Exception as error:
-            status = tell(error, trace)
-        if status:
-            failed[number] = status
+    else:
+        statuses = in_turn(jobs, configs, trace)
+    failed = {number: status for number, status in enumerate(statuses, start=1) if status}
     if not failed:
         return 0
     print(f"{len(failed)} of {len(jobs)} combinations failed: {', '.join(map(str, failed))}", file=sys.stderr)
     return next(iter(failed.values()))
+
+
+def in_turn(jobs: list[list[str]], configs: list[Config], trace: bool) -> list[int]:
+    """The exit status of each, one after the other in this process."""
+    from mk import compose, loggers
+    from mk.errors import tell
+
+    loggers.begin_sweep(loggers.sweep_name(jobs))
+    statuses = []
+    for number, (job, config) in enumerate(zip(jobs, configs, strict=True), start=1):
+        print(f"[{number}/{len(jobs)}] {' '.join(job)}", flush=True)
+        try:
+            statuses.append(compose.experiment_main(config.experiment.name)(config) or 0)
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            statuses.append(tell(error, trace))
+    return statuses
 
 
 def main(argv: list[str]) -> int:

@@ -41,7 +41,7 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
 
     Raises MkError naming the override at fault: an unknown group, option or key, a wrong type, a value that is missing.
     """
-    overrides = [_in_full(override) for override in overrides]
+    overrides = [in_full(override) for override in overrides]
     _check_choices(overrides)
     try:
         tree = _compose(overrides)
@@ -84,7 +84,7 @@ def _type_experiment(tree: DictConfig) -> None:
     ).experiment
 
 
-def _in_full(override: str) -> str:
+def in_full(override: str) -> str:
     """`run=ID` is short for `experiment.run=ID`."""
     return f"experiment.{override}" if override.startswith("run=") else override
 
@@ -164,6 +164,7 @@ def help_text() -> str:
     lines = [
         "usage: python run.py [experiment=NAME] [GROUP=OPTION ...] [GROUP.KEY=VALUE ...]",
         "       python run.py -m GROUP=A,B ...    run every combination, one after the other",
+        "       python run.py -m GROUP=A,B ... hydra/launcher=joblib    several at once (joblib, submitit or ray)",
         "       python run.py --cfg job ...       print the resolved configuration and exit",
         "",
         "experiments (* = default)",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mk.compose import expand_sweep, load_config
+from mk.launched import check, split
 from mk.results import verify
 from mk.rows import read_rows
 from run import parse
@@ -64,5 +65,8 @@ def test_the_map_names_what_is_there() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_compose(command: str) -> None:
     args = parse(shlex.split(command))
-    for job in expand_sweep(args.overrides):
+    overrides, of_hydra = split(args.overrides)
+    if of_hydra:
+        check(of_hydra, args.multirun)
+    for job in expand_sweep(overrides):
         load_config(job)

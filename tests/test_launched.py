@@ -1,0 +1,70 @@
+"""Sweeps by Hydra's launchers: every combination runs as it does alone, and the first failure is the exit status."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from mk import launched
+from mk.errors import MkError
+from mk.rows import read_rows
+from mk.sources import ROOT
+
+SMALL = ["experiment=placement_ablation", "model=nano", "gpu.sms=16", "experiment.batches=[1]", "experiment.context=64"]
+SMALL += ["experiment.steps=8", "experiment.warmup=2", "experiment.check_tokens=8"]
+
+
+def sweep(runs: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "run.py"), "-m", *SMALL, f"run_dir={runs}", *overrides]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+def test_combinations_run_in_processes_of_their_own(launcher: str, tmp_path: Path) -> None:
+    ran = sweep(tmp_path, "wave_order=default,parted", f"hydra/launcher={launcher}")
+    assert ran.returncode == 0, ran.stderr
+    (folder,) = tmp_path.glob("*-launched-*")
+    assert [(folder / f"status-{number}").read_text() for number in (0, 1)] == ["0", "0"]
+    runs = [read_rows(run / "rows.jsonl") for run in tmp_path.glob("*-placement_ablation-*")]
+    orders = sorted({row.wave_order for row in rows}.pop() for rows in runs)
+    assert orders == ["default", "parted"]
+    for rows in runs:  # by its own command, which runs it again
+        assert f"wave_order={rows[0].wave_order}" in rows[0].command and "-m" not in rows[0].command.split()
+    assert not {"multirun", "outputs", ".submitit"} & {path.name for path in ROOT.iterdir()}
+
+
+def test_a_combination_that_fails_stops_no_other(tmp_path: Path) -> None:
+    ran = sweep(tmp_path, "routing=uniform,checkpoint", "experiment.variants=['placement=row_owner']",
+                "hydra/launcher=joblib", "hydra.launcher.n_jobs=1")  # fmt: skip
+    assert ran.returncode == 1 and "1 of 2 combinations failed: 2" in ran.stderr, ran.stderr
+    assert len(list(tmp_path.glob("*-placement_ablation-*/rows.jsonl"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "multirun", "says"),
+    [
+        (["hydra/launcher=joblib"], False, "hydra/launcher=joblib: one run is not launched"),
+        (["hydra/launcher=slurm"], True, "unknown launcher hydra/launcher=slurm"),
+        (["hydra/launcher=joblib", "hydra.sweep.dir=x"], True, "hydra.sweep.dir=x: only a launcher is taken"),
+        (["hydra.launcher.n_jobs=2"], True, "hydra.launcher.n_jobs=2: only a launcher is taken"),
+    ],
+)
+def test_what_launches_nothing_is_refused(own: list[str], multirun: bool, says: str) -> None:
+    with pytest.raises(MkError, match=says):
+        launched.check(own, multirun)
+
+
+def test_a_launcher_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MkError, match="hydra/launcher=ray is not installed") as caught:
+        launched.check(["hydra/launcher=ray"], True)
+    assert caught.value.hint == "pip install -e '.[ray]'"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(launched.PLUGINS.values()) <= set(project["optional-dependencies"])
