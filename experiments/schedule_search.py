@@ -46,9 +46,8 @@ class Step:
     def plan(self) -> Plan:
         return Plan.from_config(self.config)
 
-    @property
-    def ring(self) -> Ring:
-        return ring_of(self.config.engine.ring)
+    def ring(self, rows: int) -> Ring:
+        return ring_of(self.config.engine.ring, rows)
 
 
 def main(cfg: Config) -> int:
@@ -91,7 +90,7 @@ def main(cfg: Config) -> int:
 def ladder(cfg: Config, run: RunFolder, judge: Judge) -> list[Step]:
     """The steps for a batch; what the search found is stored in the run folder. Each one's program is verified."""
     settings, batch = cfg.experiment, len(judge.sample.keys)
-    own = StoredSchedule.of(cfg)
+    own = StoredSchedule.of(cfg, batch)
     steps = [
         Step("round_robin", dataclasses.replace(own, waves=LAYER_WAVES, placement="round_robin").apply(cfg)),
         Step("row_owner", dataclasses.replace(own, waves=LAYER_WAVES, placement="row_owner").apply(cfg)),
@@ -126,7 +125,8 @@ def ladder(cfg: Config, run: RunFolder, judge: Judge) -> list[Step]:
 def _append(step: Step, run: RunFolder, judge: Judge) -> Row:
     """Writes the step's simulated row, with its bounds."""
     cfg = step.config
-    arguments = (step.plan, judge.geometry, judge.sample, judge.bucket, judge.costs, step.ring)
+    ring = step.ring(len(judge.sample.keys))
+    arguments = (step.plan, judge.geometry, judge.sample, judge.bucket, judge.costs, ring)
     assert cfg.gpu.measured_tb_s is not None  # a card with costs was measured
     least = bounds(*arguments, cfg.gpu.measured_tb_s)
     raw = {
@@ -183,7 +183,7 @@ def robustness(steps: list[Step], run: RunFolder, judge: Judge) -> Mapping[str, 
     for name, routing in routings(judge.geometry, rows, seed=1).items():
         sample = Sample.draw(judge.geometry, routing, judge.sample.keys)
         times = {
-            step.label: estimate(step.plan, judge.geometry, sample, judge.bucket, judge.costs, step.ring) / 1e3
+            step.label: estimate(step.plan, judge.geometry, sample, judge.bucket, judge.costs, step.ring(rows)) / 1e3
             for step in steps
         }
         table[name] = times

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mk.errors import MkError
-from mk.ring import FEWEST_SLOTS, RING_SLOTS
+from mk.ring import FEWEST_SLOTS, RING_SLOTS, SLOT_KB, windows_of
 from mk.schedule.costs import Costs
 from mk.validation import (
     check_contexts,
@@ -186,24 +186,36 @@ class RingConfig:
     """The shared-memory ring of 8 KB slots that every weight and KV byte passes through."""
 
     slots: int  # capacity: how far the producer may run ahead
-    window_kb: int  # bytes it may have outstanding
+    window_kb: Any  # it may have outstanding: a number, or a list, of a step of one row, of two, .. and of all beyond
     copy_kb: int  # of one bulk copy
     run_ahead: bool  # weights of tasks whose waits are not over are streamed too
 
     def __post_init__(self) -> None:
         require_at_least("engine.ring.slots", self.slots, 1)
-        if not 8 <= self.window_kb <= 8 * self.slots:
+        sizes = self.window_kb if isinstance(self.window_kb, list) else [self.window_kb]
+        if not sizes or any(type(kb) is not int for kb in sizes):  # which the type does not say
             raise MkError(
-                f"engine.ring.window_kb={self.window_kb} must lie in 8..{8 * self.slots} (slots x 8 KB)",
-                hint=f"engine.ring.window_kb={min(64, 8 * self.slots)}",
+                f"engine.ring.window_kb={self.window_kb} is neither a number nor some of them",
+                hint="engine.ring.window_kb=64, or 'engine.ring.window_kb=[56,64]': of one row, and of more",
             )
-        if self.window_kb % 8:
-            raise MkError(
-                f"engine.ring.window_kb={self.window_kb} is no multiple of a slot's 8 KB",
-                hint=f"engine.ring.window_kb={self.window_kb // 8 * 8}",
-            )
+        for kb in sizes:
+            if not SLOT_KB <= kb <= SLOT_KB * self.slots:
+                raise MkError(
+                    f"engine.ring.window_kb={kb} must lie in {SLOT_KB}..{SLOT_KB * self.slots} (slots x {SLOT_KB} KB)",
+                    hint=f"engine.ring.window_kb={min(64, SLOT_KB * self.slots)}",
+                )
+            if kb % SLOT_KB:
+                raise MkError(
+                    f"engine.ring.window_kb={kb} is no multiple of a slot's {SLOT_KB} KB",
+                    hint=f"engine.ring.window_kb={kb // SLOT_KB * SLOT_KB}",
+                )
         if self.copy_kb not in (2, 4, 8):
             raise MkError(f"engine.ring.copy_kb={self.copy_kb} must be 2, 4 or 8", hint="engine.ring.copy_kb=8")
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Slots that may be outstanding, for `window_for`."""
+        return windows_of(self.window_kb)
 
 
 @dataclass(slots=True)

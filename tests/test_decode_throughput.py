@@ -87,7 +87,9 @@ def test_the_oracle_is_the_reference_and_bfloat16_is_near() -> None:
     ("overrides", "message"),
     [
         (["engine=interpreter"], "not engine=interpreter"),
-        (["engine.ring.slots=18"], "engine.ring.window_kb=64: the kernel takes 32..32"),
+        (["engine.ring.slots=18"], "engine.ring.window_kb=[56, 64]: the kernel takes 32..32"),
+        (["engine.ring.window_kb=[32,24]"], "engine.ring.window_kb=[32, 24]: the kernel takes 32..64"),
+        (["engine.ring.window_kb=[72,64]", "experiment.batches=[8]"], "the kernel takes 32..64"),
         (["experiment.batches=[]"], "experiment.batches is empty"),
         (["experiment.batches=[1,9]"], "must lie in 1..8"),
         (["experiment.steps=0"], "experiment.steps=0"),
@@ -206,6 +208,19 @@ def test_a_run_writes_a_row_a_batch_and_ends_with_a_table(
     assert first.distinct_experts == np.mean(raw[0]["experts_by_layer"])
     table = capsys.readouterr().out.split("\n\n")[-1]
     assert "routing uniform" in table and "p50 ms" in table and table.count("1.0000") >= 6
+
+
+def test_every_step_of_one_row_has_its_own_window(stand_in: FakeLibrary, tmp_path: Path) -> None:
+    """Checks of another batch, bounds and steps of many launches included; a number is for all."""
+    launched: set[tuple[int, int]] = set()
+    stand_in.fault = lambda rt, step: launched.add((rt.params.rows, 8 * rt.params.window_slots))
+    for folder, more in (("bound", "experiment.zero_wait=true"), ("graph", "experiment.launches=graph")):
+        launched.clear()
+        assert experiment.main(load_config([*RUN, more, f"run_dir={tmp_path}/{folder}"])) == 0
+        assert launched == {(1, 56), (2, 64)}
+    launched.clear()
+    assert experiment.main(load_config([*RUN, "engine.ring.window_kb=48", f"run_dir={tmp_path}/48"])) == 0
+    assert launched == {(1, 48), (2, 48)}
 
 
 def test_a_bound_is_labelled_and_claims_no_check(

@@ -19,8 +19,8 @@ from mk import results
 from mk.readme_bullets import PHRASES, bullet_problems
 from mk.report import palette
 from mk.report.chart import Chart
-from mk.report.decode import layer_cost
-from mk.report.kept_rows import Kept, plan_of, read_kept
+from mk.report.decode import COLUMNS, layer_cost
+from mk.report.kept_rows import Kept, differing, plan_of, read_kept
 from mk.report.page import COULD, FOLDER, PAGE, charts, draw, missing, stale
 from mk.report.plans import _short
 from mk.sources import ROOT
@@ -282,6 +282,10 @@ def test_series_are_of_what_is_executed() -> None:
     assert plan_of(dataclasses.replace(some, config={**some.config, "engine": engine})) == plan_of(some)
     engine = engine | {"trace": "waits"}
     assert plan_of(dataclasses.replace(some, config={**some.config, "engine": engine})) != plan_of(some)
+    ring = some.config["engine"]["ring"] | {"window_kb": [56, 64]}
+    by_rows = dataclasses.replace(some, config={**some.config, "engine": some.config["engine"] | {"ring": ring}})
+    assert differing([some, by_rows])[plan_of(by_rows)] == "window_kb [56, 64]"
+    assert next(column for column in COLUMNS if column.leaf).text(by_rows) == "56, 64"
 
 
 def test_a_comparison_that_was_repeated_is_drawn_as_it_was_the_last_time() -> None:

@@ -36,7 +36,7 @@ def truth() -> Costs:
 def simulated(batch: int) -> tuple[Simulated, float]:
     """A whole step of the batch, and what the periodic model makes of it in ms."""
     cfg = load_config(CONFIG)
-    plan, ring = Plan.from_config(cfg), ring_of(cfg.engine.ring)
+    plan, ring = Plan.from_config(cfg), ring_of(cfg.engine.ring, batch)
     sample = Sample.draw(GEOMETRY, cfg.routing, [512] * batch)
     whole = simulate(plan.lower(GEOMETRY, batch, 1024), sample, truth(), ring)
     return whole, estimate(plan, GEOMETRY, sample, 1024, truth(), ring) / 1e3

@@ -10,8 +10,9 @@ from typing import Any
 from mk.config import RoutingConfig
 from mk.errors import MkError
 from mk.kept import read_configs
-from mk.model.geometry import PRESETS, SLOT_BYTES, Geometry
+from mk.model.geometry import PRESETS, Geometry
 from mk.programs import Plan, bucket_for
+from mk.ring import SLOT_KB, window_for, windows_of
 from mk.rows import Row, read_rows
 from mk.schedule.costs import Costs
 from mk.schedule.simulate import estimate
@@ -40,7 +41,7 @@ class Measured:
 
     @property
     def label(self) -> str:
-        window_kb = self.ring.window * SLOT_BYTES // 1024
+        window_kb = self.ring.window * SLOT_KB
         return (
             f"{self.row.schedule} {self.row.wave_order} {self.row.placement} {window_kb} KB of {self.ring.slots} slots"
         )
@@ -115,7 +116,7 @@ def _measured(folder: Path, row: Row, config: Mapping[str, Any]) -> Measured:
         row,
         geometry,
         plan,
-        Ring(slots=ring["slots"], window=ring["window_kb"] * 1024 // SLOT_BYTES),
+        Ring(slots=ring["slots"], window=window_for(windows_of(ring["window_kb"]), row.batch)),
         Sample.draw(geometry, RoutingConfig(**config["routing"]), row.context),
         bucket_for(max(row.context) + (row.steps or 0)),
         StepTrace.load(path) if path.is_file() else None,
