@@ -313,7 +313,8 @@ def measure(
     routed = taken[:, :, :rows]
     experts = distinct_experts(routed[warmup:], g)
     executed = runtime.executed_hash()
-    return Timing(times, wall, experts, drawn == twin, executed, routed.to("cpu", torch.int16), bits)
+    window_kb = SLOT_KB * runtime.params.window_slots
+    return Timing(times, wall, experts, drawn == twin, executed, routed.to("cpu", torch.int16), bits, window_kb)
 
 
 def bounds(bench: Bench, run: RunFolder, **more: Any) -> list[Row]:

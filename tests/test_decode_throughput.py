@@ -203,6 +203,7 @@ def test_a_run_writes_a_row_a_batch_and_ends_with_a_table(
     assert all(first.checks.values()) and all(second.checks.values())
     assert set(second.checks) - set(first.checks) == {"bits_rows", "bits_alone"}  # one row has nothing beside it
     assert len(second.checks) == 9 and first.sampling is None
+    assert (first.window_kb, second.window_kb) == (56, 64)
     raw = [json.loads(line) for path in tmp_path.glob("*/raw.jsonl") for line in path.read_text().splitlines()]
     assert [len(each["step_ms"]) for each in raw] == [40, 40]
     assert first.distinct_experts == np.mean(raw[0]["experts_by_layer"])
@@ -220,7 +221,7 @@ def test_every_step_of_one_row_has_its_own_window(stand_in: FakeLibrary, tmp_pat
         assert launched == {(1, 56), (2, 64)}
     launched.clear()
     assert experiment.main(load_config([*RUN, "engine.ring.window_kb=48", f"run_dir={tmp_path}/48"])) == 0
-    assert launched == {(1, 48), (2, 48)}
+    assert launched == {(1, 48), (2, 48)} and {row.window_kb for row in rows_of(tmp_path / "48")} == {48}
 
 
 def test_a_bound_is_labelled_and_claims_no_check(
