@@ -22,6 +22,7 @@ from mk.config import Config, RoutingConfig
 from mk.errors import MkError
 from mk.graph import LAYER_WAVES
 from mk.model.geometry import PRESETS, Geometry
+from mk.model.opening import geometry_of
 from mk.programs import Plan, bucket_for
 from mk.rows import Row
 from mk.runs import RunFolder
@@ -55,9 +56,9 @@ def main(cfg: Config) -> int:
     settings, costs = cfg.experiment, costs_of(cfg.gpu)
     if cfg.schedule.name != "static":
         raise MkError(f"schedule_search starts from a static schedule, not {cfg.schedule.name}", hint="schedule=static")
-    geometry = PRESETS.get(cfg.model.preset)
-    if geometry is None or cfg.model.path is not None:
+    if cfg.model.preset not in PRESETS or cfg.model.path is not None:
         raise MkError("schedule_search takes a geometry alone", hint="model=north_mini_code, or model=slice")
+    geometry = geometry_of(cfg.model)
     on_card = bool(settings.rounds) and torch.cuda.is_available()
     (decode_throughput.check if on_card else decode_throughput.check_settings)(
         decode_throughput.job_of(cfg), settings.name

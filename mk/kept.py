@@ -150,6 +150,7 @@ def _axes(row: Row, config: Mapping[str, Any]) -> Axes:
     path = model["path"]
     may: Axes = {name: [config[name]["name"]] for name in ("gpu", "routing", "schedule", "wave_order", "placement")}
     may["model"] = [model["name"]] if path is None else [path, Path(path).name]
+    may["model_window"] = [None if model["window"] == "hf" else model["window"]]
     if row.engine in ("vllm", "transformers"):
         may |= {name: [row.engine] for name in ("schedule", "wave_order", "placement")}
     may["batch"] = experiment.get("batches") or [experiment.get("batch", config["batch"]["size"])]

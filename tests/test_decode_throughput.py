@@ -24,9 +24,10 @@ from mk.launches import RUNTIMES
 from mk.model.geometry import PRESETS, Geometry
 from mk.model.opening import NANO
 from mk.model.reference import reference_forward
+from mk.recompute import different
 from mk.roofline import step_bytes, uniform_experts
 from mk.routing import make_router
-from mk.rows import read_rows
+from mk.rows import read_raw, read_rows
 from mk.runtime import Runtime
 from tests.device_rig import FakeLibrary, fake_build, fake_device, next_ids, next_logits
 from tests.interpreter_rig import GEOMETRY, random_tokens, source
@@ -222,6 +223,16 @@ def test_every_step_of_one_row_has_its_own_window(stand_in: FakeLibrary, tmp_pat
     launched.clear()
     assert experiment.main(load_config([*RUN, "engine.ring.window_kb=48", f"run_dir={tmp_path}/48"])) == 0
     assert launched == {(1, 48), (2, 48)} and {row.window_kb for row in rows_of(tmp_path / "48")} == {48}
+
+
+def test_bytes_of_the_other_reading_of_a_window_are_computed_again(stand_in: FakeLibrary, tmp_path: Path) -> None:
+    assert experiment.main(load_config([*RUN, "model.window=vllm", f"run_dir={tmp_path}"])) == 0
+    row, _ = rows_of(tmp_path)
+    (raw,) = (read_raw(path) for path in tmp_path.glob("*/raw.jsonl"))
+    more = dataclasses.replace(NANO_GEOMETRY, window_includes_extra=True)
+    assert row.bytes_per_step == step_bytes(more, [300], more.top_k).total
+    assert row.bytes_per_step > step_bytes(NANO_GEOMETRY, [300], more.top_k).total
+    assert list(different(row, raw[row.raw_sha256 or ""])) == []
 
 
 def test_a_bound_is_labelled_and_claims_no_check(

@@ -96,6 +96,14 @@ def test_descent_moves_one_constant_at_a_time() -> None:
     assert moved(costs, "operations", 2.0).of("topk").row == 2 * costs.of("topk").row
 
 
+def test_a_step_has_the_reading_of_the_window_that_it_ran_with(tmp_path: Path) -> None:
+    with RunFolder.create(load_config([*CONFIG, "model.window=vllm", f"run_dir={tmp_path}"])) as run:
+        row = run.row(engine="cuda", dtype="bfloat16", batch=1, context=[512], checks={}, p50_ms=2.0)
+        run.append_row(dataclasses.replace(row, steps=256))
+    (step,) = read_folder(run.path)
+    assert step.geometry == dataclasses.replace(GEOMETRY, window_includes_extra=True)
+
+
 def test_folders_that_cannot_be_fitted(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(MkError, match=r"has no rows\.jsonl"):
         read_folder(tmp_path)

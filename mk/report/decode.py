@@ -7,7 +7,7 @@ from itertools import cycle, groupby
 
 from matplotlib.figure import Figure
 
-from mk.recompute import card, geometry_of
+from mk.recompute import card, geometry_of_row
 from mk.report import palette
 from mk.report.chart import (
     BATCH,
@@ -195,7 +195,7 @@ def layer_cost(row: Row, bound: Row) -> dict[str, float]:
 
     row: of a decode whose configuration's bound without waits is `bound`, both with their bytes.
     """
-    geometry, tb_s = geometry_of(row.model), card(row.gpu).measured_tb_s
+    geometry, tb_s = geometry_of_row(row), card(row.gpu).measured_tb_s
     assert row.distinct_experts is not None and row.p50_ms is not None and bound.p50_ms is not None and tb_s
     each = step_bytes(geometry, row.context, row.distinct_experts)
     names = ("attention", "kv", "router", "dense", "experts", "head")
