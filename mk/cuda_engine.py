@@ -17,8 +17,9 @@ from mk.interpreter import StepOutputs
 from mk.kv import KINDS, KVCache, PageAllocator, blocks_of, kv_layers, pages_for_contexts
 from mk.model.packing import PackedWeights
 from mk.native_loop import NativeLoop
+from mk.page_layout import unpack_keys, unpack_values
 from mk.programs import Plan, programs_by_size
-from mk.runtime import Runtime, unpack_keys, unpack_values
+from mk.runtime import Runtime
 from mk.sampling import SamplingParams
 from mk.schedule.lower import Program
 from prefill.torch_prefill import TorchPrefill
