@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.console import progress
-from mk.config import Config, RingConfig
+from mk.config import Config
+from mk.engine_config import RingConfig
 from mk.errors import MkError
 from mk.runs import RunFolder
 from mk.schedule.measured import Measured, read_folder

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mk.config import GpuConfig, RingConfig
+from mk.config import GpuConfig
+from mk.engine_config import RingConfig
 from mk.errors import MkError
 from mk.isa import ISA
 from mk.model.geometry import Geometry
