@@ -34,6 +34,7 @@ class Timing:
     schedule_hash: str  # of what the device executed
     ids: Tensor  # that top-k published in all steps, the warm-up too; int16 [steps, layers, rows, top_k] on the CPU
     logits_hash: str  # of the last step's logits, bit by bit
+    window_kb: int  # that an SM might have outstanding, as the steps were launched
 
     @classmethod
     def join(cls, blocks: Sequence[Timing]) -> Timing:
@@ -47,6 +48,7 @@ class Timing:
             _one({block.schedule_hash for block in blocks}),
             torch.cat([block.ids for block in blocks]),
             hashlib.sha256("".join(block.logits_hash for block in blocks).encode()).hexdigest()[:16],
+            blocks[0].window_kb,
         )
 
     @property
@@ -97,6 +99,7 @@ def append_row(
         "schedule_hash": timing.schedule_hash,
         "routing_hash": timing.routing_hash,
         "logits_hash": timing.logits_hash,
+        "window_kb": timing.window_kb,
         "tasks": program.tasks_by_operation(),
         "wall_ms": timing.wall_ms,
         "logits_error": outcome.error[0] if outcome else None,

@@ -36,7 +36,7 @@ from mk.model.geometry import Geometry
 from mk.model.opening import geometry_of
 from mk.model.packing import PackedWeights
 from mk.programs import Plan, Programs, bucket_for
-from mk.ring import MIN_WINDOW, UNSAFE_SLOTS
+from mk.ring import MIN_WINDOW, SLOT_KB, UNSAFE_SLOTS, window_for
 from mk.routing import Trace
 from mk.rows import Row
 from mk.runs import RunFolder
@@ -48,7 +48,6 @@ from mk.trace import StepTrace, causes_table, records_of
 
 KV_STD = 0.01
 SPARE_PAGES = 8  # that no sequence gets; they hold NaN while steps are timed
-SLOT_KB = 8
 DEVICE = torch.device("cuda")
 
 
@@ -128,8 +127,8 @@ class Bench:
         """A hash of all that a step's execution depends on, but for what top-k finds out by itself."""
         ids = self.routes[batch]
         routed = "" if ids is None else hashlib.sha256(ids.numpy().tobytes()).hexdigest()
-        library, settings = self.library, self.cfg.experiment
-        said = self.programs[batch].schedule_hash, library.build_hash, library.defines, self.cfg.engine.ring, routed
+        library, settings, window = self.library, self.cfg.experiment, window_for(self.cfg.engine.ring.windows, batch)
+        said = self.programs[batch].schedule_hash, library.build_hash, library.defines, window, routed
         asked = configured_sampling(self.cfg, batch), settings.context, settings.launches
         return hashlib.sha256(repr((*said, *asked)).encode()).hexdigest()[:16]
 
@@ -220,7 +219,7 @@ def check_settings(cfg: Config, name: str | None = None) -> None:
             None,
         ),
         (
-            MIN_WINDOW * SLOT_KB <= ring.window_kb <= most * SLOT_KB,
+            all(MIN_WINDOW <= window <= most for window in ring.windows),
             f"engine.ring.window_kb={ring.window_kb}: the kernel takes {MIN_WINDOW * SLOT_KB}..{most * SLOT_KB}",
             None,
         ),
@@ -320,7 +319,8 @@ def measure(
     routed = taken[:, :, :rows]
     experts = distinct_experts(routed[warmup:], g)
     executed = runtime.executed_hash()
-    return Timing(times, wall, experts, drawn == twin, executed, routed.to("cpu", torch.int16), bits)
+    window_kb = SLOT_KB * runtime.params.window_slots
+    return Timing(times, wall, experts, drawn == twin, executed, routed.to("cpu", torch.int16), bits, window_kb)
 
 
 def bounds(bench: Bench, run: RunFolder, **more: Any) -> list[Row]:

@@ -23,8 +23,9 @@ from mk.model.geometry import ROWS, Geometry
 from mk.model.greedy_oracle import layer_state
 from mk.model.packing import PackedWeights
 from mk.model.reference import LayerOutput, Reference, ReferenceCache, rope_table, top_k
+from mk.page_layout import pack_keys, pack_values
 from mk.parts import InterpreterWorker, StepInput
-from mk.runtime import Runtime, pack_keys, pack_values
+from mk.runtime import Runtime
 from mk.schedule.cut import cut, places
 from mk.schedule.lower import Program
 from mk.step_params import MAX_ROWS

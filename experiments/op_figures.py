@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mk.recompute import card, geometry_of
+from mk.recompute import card, geometry_of_row
 from mk.roofline import operation_bytes
 from mk.rows import Row
 from mk.step_figures import median_ratio
@@ -20,7 +20,7 @@ def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
     assert nominal is not None
     times = np.array(raw["sweep_ms"]) / raw["runs"]
     p10, p50, p90 = (float(np.percentile(times, p)) for p in (10, 50, 90))
-    size = operation_bytes(geometry_of(row.model), row.kernel, row.context, raw["experts"])
+    size = operation_bytes(geometry_of_row(row), row.kernel, row.context, raw["experts"])
     found: dict[str, Any] = {"p10_ms": p10, "p50_ms": p50, "p90_ms": p90, "steps": len(times)}
     if size:
         found |= {"kernel_bytes": size, "gb_s": size / p50 / 1e6, "pct_nominal": size / p50 / 1e6 / nominal / 10}

@@ -9,7 +9,6 @@ from mk.config import Config
 from mk.engines import card_plan, cuda_obstacle
 from mk.errors import MkError
 from mk.launches import RUNTIMES
-from mk.model.geometry import SLOT_BYTES
 from mk.model.packing import PackedWeights
 from mk.programs import Plan
 from mk.runtime import Runtime
@@ -48,5 +47,4 @@ def make_runtime(
     ring, slots = cfg.engine.ring, library.open().mk_ring_slots()
     if ring.slots != slots:
         raise MkError(f"engine.ring.slots={ring.slots}, the kernel has {slots}", hint=f"engine.ring.slots={slots}")
-    window = ring.window_kb * 1024 // SLOT_BYTES
-    return RUNTIMES[launches](library, weights, pages, blocks, longest, window, trace_records=trace_records)
+    return RUNTIMES[launches](library, weights, pages, blocks, longest, ring.windows, trace_records=trace_records)

@@ -20,7 +20,6 @@ from mk.config import Config
 from mk.cuda_engine import CudaEngine
 from mk.engines import Engine, MachineEngine
 from mk.errors import MkError
-from mk.model.geometry import SLOT_BYTES
 from mk.model.hub import resolve_folder
 from mk.model.opening import NANO
 from mk.model.tensors import WeightSource
@@ -83,10 +82,8 @@ def _engine(cfg: Config, source: WeightSource, name: str, context: int) -> tuple
     if cfg.prefill.products is None:
         raise MkError("experiment=parity on a card prefills there", hint="prefill=triton")
     library = build_for(cfg, source.geometry, plan.splits)
-    window = cfg.engine.ring.window_kb * 1024 // SLOT_BYTES
-    engine = CudaEngine(
-        weights, library, plan, rows, context, cfg.prefill.chunk, window_slots=window, products=cfg.prefill.products
-    )
+    windows, products = cfg.engine.ring.windows, cfg.prefill.products
+    engine = CudaEngine(weights, library, plan, rows, context, cfg.prefill.chunk, windows=windows, products=products)
     return engine, library.build_hash
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mk.model.geometry import Geometry
-from mk.recompute import geometry_of
+from mk.recompute import geometry_of_row
 from mk.roofline import prefill_flop, visible_pairs
 from mk.rows import Row
 
@@ -18,7 +18,7 @@ MATRIX = 8192  # rows, columns and k of torch's product
 def calls(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
     """Of whole prompts. call_ms: device times of calls; host_ms: until the first tokens were on the host; matrix_ms: of
     torch's product."""
-    flop = prefill_flop(geometry_of(row.model), row.context)
+    flop = prefill_flop(geometry_of_row(row), row.context)
     found = _rates(raw["call_ms"], flop, raw["matrix_ms"])
     tokens = sum(row.context)
     found |= {"prompt_tokens": tokens, "prefill_tok_s": tokens / found["p50_ms"] * 1e3, "steps": len(raw["call_ms"])}
@@ -29,7 +29,7 @@ def launches(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
     """Of one kernel over one prompt. launch_ms: device times of launches; matrix_ms: of torch's product."""
     (tokens,) = row.context
     assert row.kernel is not None
-    flop = kernel_flop(geometry_of(row.model), row.kernel, tokens)
+    flop = kernel_flop(geometry_of_row(row), row.kernel, tokens)
     return {"prompt_tokens": tokens, **_rates(raw["launch_ms"], flop, raw["matrix_ms"])}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from mk.kv import KINDS, PAGE, PageAllocator, blocks_of, first_visible, kv_layers, pages_for_contexts
 from mk.model.geometry import Geometry
 from mk.model.packing import PackedWeights
-from mk.runtime import unpack_keys, unpack_values
+from mk.page_layout import unpack_keys, unpack_values
 from mk.step_params import KV_BLOCK
 from prefill.activations import Activations
 from prefill.tiles import Tiles

@@ -22,6 +22,7 @@ from mk.config import Config, RoutingConfig
 from mk.errors import MkError
 from mk.graph import LAYER_WAVES
 from mk.model.geometry import PRESETS, Geometry
+from mk.model.opening import geometry_of
 from mk.programs import Plan, bucket_for
 from mk.rows import Row
 from mk.runs import RunFolder
@@ -46,9 +47,8 @@ class Step:
     def plan(self) -> Plan:
         return Plan.from_config(self.config)
 
-    @property
-    def ring(self) -> Ring:
-        return ring_of(self.config.engine.ring)
+    def ring(self, rows: int) -> Ring:
+        return ring_of(self.config.engine.ring, rows)
 
 
 def main(cfg: Config) -> int:
@@ -56,9 +56,9 @@ def main(cfg: Config) -> int:
     settings, costs = cfg.experiment, costs_of(cfg.gpu)
     if cfg.schedule.name != "static":
         raise MkError(f"schedule_search starts from a static schedule, not {cfg.schedule.name}", hint="schedule=static")
-    geometry = PRESETS.get(cfg.model.preset)
-    if geometry is None or cfg.model.path is not None:
+    if cfg.model.preset not in PRESETS or cfg.model.path is not None:
         raise MkError("schedule_search takes a geometry alone", hint="model=north_mini_code, or model=slice")
+    geometry = geometry_of(cfg.model)
     on_card = bool(settings.rounds) and torch.cuda.is_available()
     (decode_throughput.check if on_card else decode_throughput.check_settings)(
         decode_throughput.job_of(cfg), settings.name
@@ -91,7 +91,7 @@ def main(cfg: Config) -> int:
 def ladder(cfg: Config, run: RunFolder, judge: Judge) -> list[Step]:
     """The steps for a batch; what the search found is stored in the run folder. Each one's program is verified."""
     settings, batch = cfg.experiment, len(judge.sample.keys)
-    own = StoredSchedule.of(cfg)
+    own = StoredSchedule.of(cfg, batch)
     steps = [
         Step("round_robin", dataclasses.replace(own, waves=LAYER_WAVES, placement="round_robin").apply(cfg)),
         Step("row_owner", dataclasses.replace(own, waves=LAYER_WAVES, placement="row_owner").apply(cfg)),
@@ -126,7 +126,8 @@ def ladder(cfg: Config, run: RunFolder, judge: Judge) -> list[Step]:
 def _append(step: Step, run: RunFolder, judge: Judge) -> Row:
     """Writes the step's simulated row, with its bounds."""
     cfg = step.config
-    arguments = (step.plan, judge.geometry, judge.sample, judge.bucket, judge.costs, step.ring)
+    ring = step.ring(len(judge.sample.keys))
+    arguments = (step.plan, judge.geometry, judge.sample, judge.bucket, judge.costs, ring)
     assert cfg.gpu.measured_tb_s is not None  # a card with costs was measured
     least = bounds(*arguments, cfg.gpu.measured_tb_s)
     raw = {
@@ -183,7 +184,7 @@ def robustness(steps: list[Step], run: RunFolder, judge: Judge) -> Mapping[str, 
     for name, routing in routings(judge.geometry, rows, seed=1).items():
         sample = Sample.draw(judge.geometry, routing, judge.sample.keys)
         times = {
-            step.label: estimate(step.plan, judge.geometry, sample, judge.bucket, judge.costs, step.ring) / 1e3
+            step.label: estimate(step.plan, judge.geometry, sample, judge.bucket, judge.costs, step.ring(rows)) / 1e3
             for step in steps
         }
         table[name] = times

@@ -62,7 +62,12 @@ def run(cfg: Config, jobs: Sequence[tuple[str, Config]], to_previous: bool = Fal
                         first = others[-1 if to_previous else 0] if others else None
                     row, program = simulated(cfg, label, job, folder, geometry, sample, first)
                     ids = forced_ids(job.routing, geometry, batch, 1)
-                    executes = program.schedule_hash, job.engine.ring, sample.keys, ids is None or ids.tolist()
+                    executes = (
+                        program.schedule_hash,
+                        ring_of(job.engine.ring, batch),
+                        sample.keys,
+                        ids is None or ids.tolist(),
+                    )
                     executed[label], last = repr(executes), (job, geometry, sample)
                     found.setdefault(label, []).append(row)
                     done(number)
@@ -96,7 +101,7 @@ def simulated(
     plan = Plan.from_config(job)
     bucket = bucket_for(settings.context + settings.steps)
     program = plan.lower(geometry, len(keys), bucket)
-    ms = estimate(plan, geometry, sample, bucket, costs_of(gpu), ring_of(job.engine.ring), zero_wait) / 1e3
+    ms = estimate(plan, geometry, sample, bucket, costs_of(gpu), ring_of(job.engine.ring, len(keys)), zero_wait) / 1e3
     raw = {**raw_steps([ms], list(sample.experts.values())), "block_ms": [ms]}
     figures = {
         name: value for name, value in step_figures(geometry, gpu, keys, raw).items() if name not in MEASURED_ONLY

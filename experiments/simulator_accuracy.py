@@ -8,11 +8,11 @@ from typing import Any
 
 from experiments.console import progress
 from mk.config import Config
+from mk.engine_config import RingConfig
 from mk.errors import MkError
 from mk.runs import RunFolder
 from mk.schedule.measured import Measured, read_folder
 from mk.schedule.simulate import costs_of, ring_of
-from mk.schedule.simulator.work import Ring
 
 
 def main(cfg: Config) -> int:
@@ -37,7 +37,7 @@ def main(cfg: Config) -> int:
         print(f"batch {step.row.batch}  {step.label:72}{shown}  {mark}")
     with RunFolder.create(cfg) as run:
         print(f"\n{'schedules':44}{'number':>7}{'rank correlation':>18}{'mean error':>12}")
-        for label, places in groups(steps, settings.fitted, ring_of(cfg.engine.ring)).items():
+        for label, places in groups(steps, settings.fitted, cfg.engine.ring).items():
             raw = raw_of(steps, simulated, places)
             last = steps[places[-1]].row
             row = run.measured(
@@ -76,19 +76,24 @@ def usable(cfg: Config, step: Measured) -> bool:
     return (row.model, row.gpu, row.routing) == (cfg.model.name, cfg.gpu.name, cfg.routing.name)
 
 
-def groups(steps: Sequence[Measured], fitted: Sequence[str], usual: Ring) -> dict[str, list[int]]:
+def groups(steps: Sequence[Measured], fitted: Sequence[str], usual: RingConfig) -> dict[str, list[int]]:
     """Places in `steps` by what they have in common: each batch, and all together.
 
     Of those with the usual ring: all that the constants were not fitted to, and of them the rows of owned strips, which
     alone were traced, and the others. Then the plan of the other rings with every one of them.
     """
     batches = sorted({step.row.batch for step in steps})
-    rings = {(step.row.schedule, step.row.wave_order, step.row.placement) for step in steps if step.ring != usual}
+    same = [step.ring == ring_of(usual, step.row.batch) for step in steps]
+    rings = {
+        (step.row.schedule, step.row.wave_order, step.row.placement)
+        for step, as_usual in zip(steps, same, strict=True)
+        if not as_usual
+    }
     found: dict[str, list[int]] = {}
     for of in [[batch] for batch in batches] + [batches] * (len(batches) > 1):
         name = f"batch {' and '.join(map(str, of))}"
         mine = [place for place, step in enumerate(steps) if step.row.batch in of]
-        plans = [place for place in mine if steps[place].ring == usual]
+        plans = [place for place in mine if same[place]]
         if fitted:
             found[f"{name}, fitted"] = [place for place in plans if steps[place].row.wave_order in fitted]
             plans = [place for place in plans if steps[place].row.wave_order not in fitted]

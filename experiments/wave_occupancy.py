@@ -87,7 +87,7 @@ def simulated(job: Config, batch: int, layer: int) -> tuple[Spans, dict[str, Any
     bucket = bucket_for(settings.context + settings.steps)
     program = Plan.from_config(job).lower(g, batch, bucket)
     sample = Sample.draw(whole, job.routing, [settings.context] * batch).levelled(g)
-    trace = simulate(program, sample, costs_of(job.gpu), ring_of(job.engine.ring)).trace()
+    trace = simulate(program, sample, costs_of(job.gpu), ring_of(job.engine.ring, batch)).trace()
     fields = {"build_hash": None, "clock": "simulated", "engine": "simulator", "checks": {}}
     return Spans.of(trace), fields
 

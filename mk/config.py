@@ -2,7 +2,8 @@
 
 Values live in `configs/` alone. A field without a default here must be spelled there; a default of None means "does not
 apply to this option", never a value. Unknown keys and wrong types are refused while composing (`mk/compose.py`);
-what a type cannot say (allowed words, ranges, keys that go together) is refused by `__post_init__`, as an MkError.
+what a type cannot say (allowed words, ranges, keys that go together) is refused by `__post_init__`, as an MkError. The
+engine's schema, with the kernel's ring and hand-offs, is `mk/engine_config.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mk.engine_config import EngineConfig
 from mk.errors import MkError
 from mk.ring import FEWEST_SLOTS, RING_SLOTS
 from mk.schedule.costs import Costs
@@ -171,86 +173,6 @@ class GpuConfig:
             needed = {"smem_per_block_kb", "l2_mb", "nominal_tb_s", "measured"}
             needed |= ({"measured_tb_s"} if self.measured else set()) | ({"costs"} if self.costs else set())
         check_optional("gpu", self, needed)
-
-
-@dataclass(slots=True)
-class AttentionConfig:
-    """Splits of a sequence's keys: of `split_keys`, doubled until a head has at most `max_splits`."""
-
-    split_keys: int  # a multiple of the 64-token page
-    max_splits: int
-
-
-@dataclass(slots=True)
-class RingConfig:
-    """The shared-memory ring of 8 KB slots that every weight and KV byte passes through."""
-
-    slots: int  # capacity: how far the producer may run ahead
-    window_kb: int  # bytes it may have outstanding
-    copy_kb: int  # of one bulk copy
-    run_ahead: bool  # weights of tasks whose waits are not over are streamed too
-
-    def __post_init__(self) -> None:
-        require_at_least("engine.ring.slots", self.slots, 1)
-        if not 8 <= self.window_kb <= 8 * self.slots:
-            raise MkError(
-                f"engine.ring.window_kb={self.window_kb} must lie in 8..{8 * self.slots} (slots x 8 KB)",
-                hint=f"engine.ring.window_kb={min(64, 8 * self.slots)}",
-            )
-        if self.window_kb % 8:
-            raise MkError(
-                f"engine.ring.window_kb={self.window_kb} is no multiple of a slot's 8 KB",
-                hint=f"engine.ring.window_kb={self.window_kb // 8 * 8}",
-            )
-        if self.copy_kb not in (2, 4, 8):
-            raise MkError(f"engine.ring.copy_kb={self.copy_kb} must be 2, 4 or 8", hint="engine.ring.copy_kb=8")
-
-
-@dataclass(slots=True)
-class HandoffConfig:
-    """How the kernel's warps learn that a counter was reached."""
-
-    pollers: str  # controller: one warp an SM, for all of them; warps: each for itself
-    polls: str  # acquire: every look; relaxed: and one fence after the last
-    barriers: bool  # every wave waits for the whole wave before it, not just for what it reads
-
-    def __post_init__(self) -> None:
-        require_one_of("engine.handoff.pollers", self.pollers, ("controller", "warps"))
-        require_one_of("engine.handoff.polls", self.polls, ("acquire", "relaxed"))
-
-
-@dataclass(slots=True)
-class PrefixCacheConfig:
-    """Full blocks of 64 tokens that later requests share."""
-
-    enabled: bool
-    generated: bool  # also those with generated tokens, as decode wrote them
-
-
-@dataclass(slots=True)
-class EngineConfig:
-    """What executes the descriptors, and how a server shares it between requests."""
-
-    name: str  # auto = cuda where there is a card and a built kernel, else interpreter
-    numerics: str  # float32, or kernel: bf16 at the kernel's rounding points
-    attention: AttentionConfig
-    ring: RingConfig
-    handoff: HandoffConfig
-    prefill_policy: str  # pause: decode waits for a prompt; interleave: steps run between its chunks
-    steps_between_chunks: int  # interleave: how many
-    held_steps: int  # decode steps that a request holds pages for beforehand
-    run_ahead: int  # steps that may be in flight at a time, beyond those whose tokens the decode loop has read
-    prefix_cache: PrefixCacheConfig
-    script: str | None = None  # scripted: a JSON file, [{"when": ..., "say": ...}, ...]
-    trace: str = "none"  # what the kernel notes of a step: none; moments; or waits, how long each took, too
-
-    def __post_init__(self) -> None:
-        require_one_of("engine.numerics", self.numerics, ("float32", "kernel"))
-        require_one_of("engine.prefill_policy", self.prefill_policy, ("pause", "interleave"))
-        require_one_of("engine.trace", self.trace, ("none", "moments", "waits"))
-        for key in ("steps_between_chunks", "held_steps", "run_ahead"):
-            require_at_least(f"engine.{key}", getattr(self, key), 1)
-        check_optional("engine", self, ("script",) if self.name == "scripted" else ())
 
 
 @dataclass(slots=True)

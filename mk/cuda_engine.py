@@ -17,8 +17,9 @@ from mk.interpreter import StepOutputs
 from mk.kv import KINDS, KVCache, PageAllocator, blocks_of, kv_layers, pages_for_contexts
 from mk.model.packing import PackedWeights
 from mk.native_loop import NativeLoop
+from mk.page_layout import unpack_keys, unpack_values
 from mk.programs import Plan, programs_by_size
-from mk.runtime import Runtime, unpack_keys, unpack_values
+from mk.runtime import Runtime
 from mk.sampling import SamplingParams
 from mk.schedule.lower import Program
 from prefill.chunks import Prompt
@@ -81,7 +82,7 @@ class CudaEngine:
         context: int,
         chunk: int = 512,
         seed: int = 0,
-        window_slots: int = 8,
+        windows: Sequence[int] = (8,),
         products: str | None = None,
         device: str = "cuda",
         pages: Mapping[str, int] | None = None,
@@ -89,7 +90,8 @@ class CudaEngine:
         ahead: int = 3,
         time_limit_s: float = 2.0,
     ) -> None:
-        """weights: on the device, or on the CPU, where PyTorch's prefill reads them. seed: orders pages.
+        """weights: on the device, or on the CPU, where PyTorch's prefill reads them. seed: orders pages. windows: of
+        the ring, by a step's rows, as `Runtime` takes them.
 
         products: packed or torch, of the prefill in Triton; None = the one in PyTorch. pages: of each pool; None = as
         many as `rows` contexts need. sizes: batch sizes that a step may have; None = `rows` alone. ahead: steps in
@@ -101,7 +103,7 @@ class CudaEngine:
         counts = pages or pages_for_contexts(g, rows, context, chunk, paged_chunk=products is not None)
         self.pages = PageAllocator(g, counts, rows, blocks_of(context), seed)
         copy = weights.to(device)
-        self.runtime = Runtime(library, copy, counts, blocks_of(context), context, window_slots, time_limit_s)
+        self.runtime = Runtime(library, copy, counts, blocks_of(context), context, windows, time_limit_s)
         self.programs = programs_by_size(g, self.sizes, plan)
         self.loop = NativeLoop(self.runtime, self.pages.table, self._choose, ahead)
         self._prefill: TritonPrefill | HostPrefill

@@ -24,7 +24,7 @@ from mk.engine.scripted import Replies, ScriptedEngine, read_replies
 from mk.errors import MkError
 from mk.interpreter import Machine, StepInputs, StepOutputs
 from mk.kv import KINDS, KVCache, PageAllocator, blocks_of, pages_for_contexts
-from mk.model.geometry import SLOT_BYTES, Geometry
+from mk.model.geometry import Geometry
 from mk.model.opening import Model
 from mk.model.packing import PackedWeights
 from mk.model.reference import LayerOutput, ReferenceCache, reference_forward
@@ -432,7 +432,6 @@ def _cuda_engine(
 ) -> CudaEngine:
     plan = card_plan(config)
     library = build_for(config, model.geometry, plan.splits)
-    window = config.engine.ring.window_kb * 1024 // SLOT_BYTES
     on_card = config.prefill.name == "triton"  # else PyTorch's prefill reads them too, on the CPU
     return CudaEngine(
         model.packed(progress, "cuda" if on_card else "cpu"),
@@ -441,7 +440,7 @@ def _cuda_engine(
         rows,
         context,
         config.prefill.chunk,
-        window_slots=window,
+        windows=config.engine.ring.windows,
         products=config.prefill.products,
         pages=pages,
         sizes=sizes,

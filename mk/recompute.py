@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mk.compose import load_config
-from mk.config import GpuConfig
+from mk.config import GpuConfig, group_options
 from mk.errors import MkError
-from mk.model.geometry import PRESETS, Geometry
-from mk.model.opening import NANO
+from mk.model.geometry import Geometry
+from mk.model.opening import geometry_of
 from mk.rows import Row
 from mk.step_figures import MEASURED_ONLY, block_ratio, median_ratio, step_figures
 
@@ -83,7 +83,7 @@ def _same(stands: Any, value: Any) -> bool:
 
 def steps(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
     """Of a decode's single steps, alone or beside those of another row."""
-    found = step_figures(geometry_of(row.model), card(row.gpu), row.context, raw)
+    found = step_figures(geometry_of_row(row), card(row.gpu), row.context, raw)
     if row.clock == "simulated":
         found = {name: value for name, value in found.items() if name not in MEASURED_ONLY}
         if "base_block_ms" in raw:
@@ -105,11 +105,13 @@ def card(name: str) -> GpuConfig:
     return load_config([f"gpu={name}"]).gpu
 
 
+def geometry_of_row(row: Row) -> Geometry:
+    """Of the model that a row names, in its reading. Raises MkError for one that is not of this repository."""
+    if row.model not in group_options("model"):
+        raise MkError(f"model {row.model} is no geometry of this repository")
+    return _geometry(row.model, row.model_window or "hf")
+
+
 @functools.cache
-def geometry_of(model: str) -> Geometry:
-    """Raises MkError for a model that is not one of the repository's."""
-    if model == "nano":
-        return Geometry.from_hf_config(NANO)
-    if model not in PRESETS:
-        raise MkError(f"model {model} is no geometry of this repository")
-    return PRESETS[model]
+def _geometry(name: str, window: str) -> Geometry:
+    return geometry_of(load_config([f"model={name}", f"model.window={window}", "weights=random"]).model)

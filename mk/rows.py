@@ -65,6 +65,8 @@ class Row:
     routing_hash: str | None = None  # of the expert ids of all steps, as top-k published them
     logits_hash: str | None = None  # of the logits of the last step, of each block where there are some, bit by bit
     tasks: dict[str, int] | None = None  # descriptors by operation
+    model_window: str | None = None  # vllm: of a sliding layer, one key more than transformers sees; else left out
+    window_kb: int | None = None  # that an SM might have outstanding: of this batch size
     arm: str | None = None  # of a comparison: its overrides; served_step: own, of the engine alone, or served
     distinct_experts: float | None = None  # that a sparse layer touched in a step, mean over layers and steps
     p50_ms: float | None = None  # of a decode step, a prefill or a kernel, by device timestamps; so are p10 and p90

@@ -82,6 +82,7 @@ class RunFolder:
             "experiment": cfg.experiment.name,
             "engine": engine,
             "model": model_name(cfg.model.name, cfg.model.path),
+            "model_window": cfg.model.window if cfg.model.window != "hf" else None,
             "weights": cfg.weights.name,
             "gpu": cfg.gpu.name,
             "dtype": dtype,

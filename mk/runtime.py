@@ -25,7 +25,8 @@ from mk.isa import NONE, Buffer, Word
 from mk.kv import KINDS, PAGE, Blocks, blocks_of, first_visible, kv_layers
 from mk.model.packing import PackedWeights
 from mk.model.reference import rope_table
-from mk.ring import MIN_WINDOW, UNSAFE_SLOTS
+from mk.page_layout import pack_keys, pack_values
+from mk.ring import MIN_WINDOW, SLOT_KB, UNSAFE_SLOTS, window_for
 from mk.sampling import SamplingParams
 from mk.schedule.identity import executed_hash
 from mk.schedule.lower import Program
@@ -53,26 +54,6 @@ class StepAborted(MkError):
     """The kernel gave a step up: the message names the SM, task and counter."""
 
 
-def pack_keys(k: torch.Tensor) -> torch.Tensor:
-    """K of whole pages [..., 64, 128] in the layout the ring streams: [..., keys/16, d/32, 16, 32], flat."""
-    return k.unflatten(-1, (4, 32)).unflatten(-3, (4, 16)).transpose(-3, -2).flatten(-4)
-
-
-def pack_values(v: torch.Tensor) -> torch.Tensor:
-    """V of whole pages [..., 64, 128], transposed in the same packing: [..., d/16, keys/32, 16, 32], flat."""
-    return v.transpose(-1, -2).unflatten(-1, (2, 32)).unflatten(-3, (8, 16)).transpose(-3, -2).flatten(-4)
-
-
-def unpack_keys(packed: torch.Tensor) -> torch.Tensor:
-    """The inverse of `pack_keys`: [..., 8192] to [..., 64, 128]."""
-    return packed.unflatten(-1, (4, 4, 16, 32)).transpose(-3, -2).flatten(-2).flatten(-3, -2)
-
-
-def unpack_values(packed: torch.Tensor) -> torch.Tensor:
-    """The inverse of `pack_values`: [..., 8192] to [..., 64, 128]."""
-    return packed.unflatten(-1, (8, 2, 16, 32)).transpose(-3, -2).flatten(-2).flatten(-3, -2).transpose(-1, -2)
-
-
 class Runtime:
     """One model on one device: `load` a program, `set_tables`, `set_sequences`, then `launch` steps.
 
@@ -87,14 +68,15 @@ class Runtime:
         pages: Mapping[str, int],
         max_blocks: int,
         max_positions: int,
-        window_slots: int = 8,
+        windows: Sequence[int] = (8,),
         time_limit_s: float = 2.0,
         trace_records: int = 0,
     ) -> None:
         """pages: physical pages of each pool. max_blocks: blocks of a sequence. max_positions: longest context.
 
-        window_slots: 8 KB copies an SM may have outstanding. time_limit_s: of a step; a wait that outlasts it is given
-        up. trace_records: room an SM for a trace build's records (`mk/trace.py`), which each step overwrites.
+        windows: slots an SM may have outstanding, by a step's rows (`mk/ring.py`). time_limit_s: of a step; a wait that
+        outlasts it is given up. trace_records: room an SM for a trace build's records (`mk/trace.py`), which each step
+        overwrites.
         Raises MkError for a device or a library that does not fit.
         """
         self.weights, self.geometry = weights, weights.geometry
@@ -107,11 +89,12 @@ class Runtime:
         self.splits, self.build_hash, self.defines = library.splits, library.build_hash, library.defines
         self.library = library.open()
         most = self.library.mk_ring_slots() - UNSAFE_SLOTS
-        if not MIN_WINDOW <= window_slots <= most:
-            raise MkError(
-                f"a window of {window_slots} slots must lie in {MIN_WINDOW}..{most}",
-                hint=f"engine.ring.window_kb from {8 * MIN_WINDOW} to {8 * most}",
-            )
+        for window in windows:
+            if not MIN_WINDOW <= window <= most:
+                raise MkError(
+                    f"a window of {window} slots must lie in {MIN_WINDOW}..{most}",
+                    hint=f"engine.ring.window_kb from {SLOT_KB * MIN_WINDOW} to {SLOT_KB * most}",
+                )
         if self.library.mk_params_bytes() != ctypes.sizeof(StepParams):
             raise MkError("the library's parameters differ from this code's", hint="remove build/ and build again")
         blocks = self.library.mk_prepare()
@@ -120,7 +103,7 @@ class Runtime:
         if blocks == 0:
             raise MkError(f"the kernel does not fit an SM of {self.facts.name}")
         self.device = weights.slots.device
-        self.max_blocks, self.max_positions = max_blocks, max_positions
+        self.max_blocks, self.max_positions, self.windows = max_blocks, max_positions, tuple(windows)
         self.stream = torch.cuda.Stream()
         self.program: Program | None = None
         self.epoch = 0
@@ -131,7 +114,6 @@ class Runtime:
         self._tables = {kind: np.full((MAX_ROWS, max_blocks), -1, np.int32) for kind in KINDS}  # as the device has them
         self._lists: dict[int, tuple[Program, torch.Tensor, torch.Tensor]] = {}  # words, offsets of those loaded so far
         self.params = StepParams()
-        self.params.window_slots = window_slots
         self.params.time_limit_ns = int(time_limit_s * 1e9)
         self.params.table_stride = max_blocks
         self.ring = HostRing(pinned=self.device.type == "cuda")
@@ -214,6 +196,7 @@ class Runtime:
             for name in ("bin_mass", "bin_count", "undecided_count", "abort_word", "stalls"):
                 self[name].zero_()
         self.params.rows, self.params.n_sm, self.params.n_queues = shape.rows, shape.n_sm, queues
+        self.params.window_slots = window_for(self.windows, shape.rows)
         self.program, self.epoch = program, epoch
         self._loaded = epoch, counters[: len(steps), 0].view(np.uint32).copy()
 

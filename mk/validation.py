@@ -1,4 +1,4 @@
-"""Checks that a type cannot say, shared by the schemas of `mk/config.py` and the command line."""
+"""Checks that a type cannot say, shared by the schemas of a configuration and the command line."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from mk.errors import MkError
 from mk.kv import KINDS, KVCache, PageAllocator, kv_layers
 from mk.model.packing import PackedWeights
-from mk.runtime import pack_keys, pack_values, unpack_keys, unpack_values
+from mk.page_layout import pack_keys, pack_values, unpack_keys, unpack_values
 from mk.step_params import KV_BLOCK
 from prefill.chunks import Prompt
 from prefill.kernels import interpreted

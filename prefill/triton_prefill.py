@@ -39,7 +39,7 @@ class Place:
 class TritonPrefill:
     """One model's prefill into the pools of one KV cache.
 
-    Pools are `[pages, layers of the kind, kv_heads, 2, 64 * 128]` in the layout of `mk.runtime.pack_keys` and
+    Pools are `[pages, layers of the kind, kv_heads, 2, 64 * 128]` in the layout of `mk.page_layout.pack_keys` and
     `pack_values`; their dtype is that of all activations, and float32 (under the interpreter) rounds nothing.
     """
 

@@ -49,7 +49,7 @@ def all_leaves() -> set[str]:
     for schema in schemas():
         for leaf, hint in typing.get_type_hints(schema).items():
             nested = any(dataclasses.is_dataclass(of) for of in (hint, *typing.get_args(hint)))
-            if leaf != "name" and not nested and hint is not Any:
+            if leaf not in ("name", "experiment") and not nested:
                 found.add(owner(schema, leaf))
     return found
 

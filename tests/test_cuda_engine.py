@@ -21,8 +21,9 @@ from mk.errors import MkError
 from mk.graph import LAYER_WAVES
 from mk.kv import KINDS, kv_layers
 from mk.model.opening import open_model
+from mk.page_layout import pack_keys, pack_values
 from mk.programs import Plan
-from mk.runtime import StepAborted, pack_keys, pack_values
+from mk.runtime import StepAborted
 from mk.sampling import SamplingParams, sample_row
 from mk.splits import SplitPolicy
 from tests.device_rig import H200, FakeLibrary, fake_build, fake_device, next_logits

@@ -24,9 +24,10 @@ from mk.launches import RUNTIMES
 from mk.model.geometry import PRESETS, Geometry
 from mk.model.opening import NANO
 from mk.model.reference import reference_forward
+from mk.recompute import different
 from mk.roofline import step_bytes, uniform_experts
 from mk.routing import make_router
-from mk.rows import read_rows
+from mk.rows import read_raw, read_rows
 from mk.runtime import Runtime
 from tests.device_rig import FakeLibrary, fake_build, fake_device, next_ids, next_logits
 from tests.interpreter_rig import GEOMETRY, random_tokens, source
@@ -87,7 +88,9 @@ def test_the_oracle_is_the_reference_and_bfloat16_is_near() -> None:
     ("overrides", "message"),
     [
         (["engine=interpreter"], "not engine=interpreter"),
-        (["engine.ring.slots=18"], "engine.ring.window_kb=64: the kernel takes 32..32"),
+        (["engine.ring.slots=18"], "engine.ring.window_kb=[56, 64]: the kernel takes 32..32"),
+        (["engine.ring.window_kb=[32,24]"], "engine.ring.window_kb=[32, 24]: the kernel takes 32..64"),
+        (["engine.ring.window_kb=[72,64]", "experiment.batches=[8]"], "the kernel takes 32..64"),
         (["experiment.batches=[]"], "experiment.batches is empty"),
         (["experiment.batches=[1,9]"], "must lie in 1..8"),
         (["experiment.steps=0"], "experiment.steps=0"),
@@ -201,11 +204,35 @@ def test_a_run_writes_a_row_a_batch_and_ends_with_a_table(
     assert all(first.checks.values()) and all(second.checks.values())
     assert set(second.checks) - set(first.checks) == {"bits_rows", "bits_alone"}  # one row has nothing beside it
     assert len(second.checks) == 9 and first.sampling is None
+    assert (first.window_kb, second.window_kb) == (56, 64)
     raw = [json.loads(line) for path in tmp_path.glob("*/raw.jsonl") for line in path.read_text().splitlines()]
     assert [len(each["step_ms"]) for each in raw] == [40, 40]
     assert first.distinct_experts == np.mean(raw[0]["experts_by_layer"])
     table = capsys.readouterr().out.split("\n\n")[-1]
     assert "routing uniform" in table and "p50 ms" in table and table.count("1.0000") >= 6
+
+
+def test_every_step_of_one_row_has_its_own_window(stand_in: FakeLibrary, tmp_path: Path) -> None:
+    """Checks of another batch, bounds and steps of many launches included; a number is for all."""
+    launched: set[tuple[int, int]] = set()
+    stand_in.fault = lambda rt, step: launched.add((rt.params.rows, 8 * rt.params.window_slots))
+    for folder, more in (("bound", "experiment.zero_wait=true"), ("graph", "experiment.launches=graph")):
+        launched.clear()
+        assert experiment.main(load_config([*RUN, more, f"run_dir={tmp_path}/{folder}"])) == 0
+        assert launched == {(1, 56), (2, 64)}
+    launched.clear()
+    assert experiment.main(load_config([*RUN, "engine.ring.window_kb=48", f"run_dir={tmp_path}/48"])) == 0
+    assert launched == {(1, 48), (2, 48)} and {row.window_kb for row in rows_of(tmp_path / "48")} == {48}
+
+
+def test_bytes_of_the_other_reading_of_a_window_are_computed_again(stand_in: FakeLibrary, tmp_path: Path) -> None:
+    assert experiment.main(load_config([*RUN, "model.window=vllm", f"run_dir={tmp_path}"])) == 0
+    row, _ = rows_of(tmp_path)
+    (raw,) = (read_raw(path) for path in tmp_path.glob("*/raw.jsonl"))
+    more = dataclasses.replace(NANO_GEOMETRY, window_includes_extra=True)
+    assert row.bytes_per_step == step_bytes(more, [300], more.top_k).total
+    assert row.bytes_per_step > step_bytes(NANO_GEOMETRY, [300], more.top_k).total
+    assert list(different(row, raw[row.raw_sha256 or ""])) == []
 
 
 def test_a_bound_is_labelled_and_claims_no_check(

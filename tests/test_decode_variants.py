@@ -99,6 +99,7 @@ def test_the_ablations_have_what_they_are_named_for() -> None:
     assert draws[0].greedy and not any(params.greedy for params in draws[1:])
     assert {(params.top_k > 0, params.top_p < 1) for params in draws[1:]} == {(a, b) for a in (0, 1) for b in (0, 1)}
     kernels = values("kernel_ablation", lambda job: job)
+    assert {kernel.engine.ring.window_kb for kernel in kernels[5:]} == {kernels[0].engine.ring.window_kb} == {64}
     apart = [[k.engine.ring.slots, k.engine.ring.window_kb, k.engine.ring.copy_kb, k.routing.name] for k in kernels]
     assert all(sum(a != b for a, b in zip(each, apart[0], strict=True)) <= 1 for each in apart)  # one thing at a time
 
@@ -193,6 +194,18 @@ def test_arms_that_execute_the_same_fail_the_run(stand_in: FakeLibrary, tmp_path
     same += "moe_gather,attn,attn_combine,moe_up,moe_down,moe_combine,oproj,rmsnorm]']"
     with pytest.raises(MkError, match=r"'wave_order=default' and 'wave_order=custom .*' execute the same"):
         on_card("wave_order_ablation", tmp_path, same)
+
+
+@pytest.mark.parametrize(("batch", "same"), [(1, "56"), (2, "64")])
+@pytest.mark.parametrize("card", [True, False])
+def test_windows_by_batch_size_execute_what_the_number_of_that_size_does(
+    card: bool, batch: int, same: str, stand_in: FakeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
+    arms = "experiment.variants=['engine.ring.window_kb=[56,64]','engine.ring.window_kb=64,56']"
+    small = ["model=slice", "weights=random"] if not card else []  # of nano no step is simulated
+    with pytest.raises(MkError, match=rf"'engine.ring.window_kb=\[56,64\]' and 'engine.ring.window_kb={same}' execute"):
+        on_card("kernel_ablation", tmp_path, arms, f"experiment.batches=[{batch}]", *small)
 
 
 def test_a_routing_ablation_has_other_ids_in_every_arm_and_names_the_oracle(

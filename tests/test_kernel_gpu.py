@@ -25,8 +25,9 @@ from mk.model.opening import NANO
 from mk.model.packing import PackedWeights
 from mk.model.reference import ReferenceCache, greedy_decode, reference_forward
 from mk.model.tensors import WeightSource
+from mk.page_layout import pack_keys, pack_values
 from mk.programs import Plan, Programs
-from mk.runtime import Runtime, StepAborted, pack_keys, pack_values
+from mk.runtime import Runtime, StepAborted
 from mk.schedule.lower import Program
 from mk.schedule.placement import PLACEMENTS
 from mk.splits import SplitPolicy

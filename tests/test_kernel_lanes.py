@@ -16,7 +16,7 @@ import torch
 from mk.build import CSRC
 from mk.model.geometry import PRESETS, ROWS, SLOT_K
 from mk.model.packing import pack_matrix
-from mk.runtime import pack_keys, pack_values
+from mk.page_layout import pack_keys, pack_values
 from tests.csrc_constants import constants
 
 Array = npt.NDArray[np.float64]

@@ -12,13 +12,16 @@ import torch
 from experiments import parity
 from experiments.parity_checks import Distance, Positions, positions, reference_logits, verdicts
 from mk.compose import load_config
+from mk.cuda_engine import CudaEngine
 from mk.engines import MachineEngine
 from mk.model.checkpoint import load_checkpoint
 from mk.model.opening import NANO
+from mk.model.packing import PackedWeights
 from mk.rows import Row, read_rows
+from tests.device_rig import FakeLibrary, fake_build, fake_device
 from tests.promotion import committed, folder_of, no, repository, require_kept
 
-__all__ = ["committed", "repository"]
+__all__ = ["committed", "fake_device", "repository"]
 
 
 def distance(logits: torch.Tensor, exact: torch.Tensor, following: torch.Tensor) -> Distance:
@@ -114,6 +117,23 @@ def test_an_engine_that_is_wrong_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(MachineEngine, "step", wrong)
     status, (row,) = run(tmp_path, "experiment.contexts=[40]", "experiment.steps=24")
     assert status == 1 and row.checks == {"kl_within_bar": False, "nll_within_bar": False, "top1_within_bar": True}
+
+
+def test_the_kernel_has_its_configurations_windows(fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines: list[CudaEngine] = []
+
+    def engine(*args: Any, **more: Any) -> CudaEngine:
+        engines.append(CudaEngine(*args, **more | {"products": None}, device="cpu"))  # Triton's prefill wants a card
+        return engines[-1]
+
+    source = load_checkpoint(NANO)
+    monkeypatch.setattr("mk.build.build", fake_build)
+    monkeypatch.setattr(parity, "CudaEngine", engine)
+    monkeypatch.setattr(parity, "pack", lambda source, device: PackedWeights.from_state(source.tensor, source.geometry))
+    for overrides, windows in (([], (7, 8)), (["engine.ring.window_kb=40"], (5,))):
+        cfg = load_config(["experiment=parity", "engine=cuda", "prefill=triton", *overrides])
+        parity._engine(cfg, source, "cuda", 300)
+        assert engines[-1].runtime.windows == windows
 
 
 @pytest.mark.gpu

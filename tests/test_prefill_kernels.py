@@ -13,7 +13,7 @@ from experiments.prefill_rig import make_pools, poison
 from mk.kv import KINDS, kv_layers
 from mk.model.packing import pack_matrix
 from mk.model.reference import rms_norm, rope_table, rotate, top_k
-from mk.runtime import pack_keys, pack_values
+from mk.page_layout import pack_keys, pack_values
 from prefill.chunks import Piece, token_tiles
 from prefill.launch import Launcher
 from prefill.tiles import INTERPRETED, AttentionTile, ProductTile, Tiles

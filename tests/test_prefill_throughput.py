@@ -11,8 +11,8 @@ from experiments import prefill_throughput, prefill_tiles
 from experiments.kernel_checks import Oracle
 from mk.compose import load_config
 from mk.errors import MkError
-from mk.model.geometry import PRESETS
-from mk.recompute import geometry_of
+from mk.model.geometry import PRESETS, Geometry
+from mk.model.opening import NANO as FOLDER
 from mk.roofline import active_parameters, prefill_flop, visible_pairs
 from mk.rows import Row, read_rows
 from prefill.tiles import INTERPRETED, AttentionTile, ProductTile
@@ -24,7 +24,7 @@ from tests.promotion import committed, folder_of, repository, require_kept
 __all__ = ["committed", "fake_device", "repository"]
 
 FULL = PRESETS["north_mini_code"]
-NANO = geometry_of("nano")
+NANO = Geometry.from_hf_config(FOLDER)
 MODEL = ["model=nano", "weights=checkpoint"]
 MATRIX_MS = 2 * 8192**3 / 500e9  # 500 TFLOP/s
 

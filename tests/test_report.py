@@ -19,8 +19,8 @@ from mk import results
 from mk.readme_bullets import PHRASES, bullet_problems
 from mk.report import palette
 from mk.report.chart import Chart
-from mk.report.decode import layer_cost
-from mk.report.kept_rows import Kept, plan_of, read_kept
+from mk.report.decode import COLUMNS, layer_cost
+from mk.report.kept_rows import Kept, plan_of, read_kept, told_apart
 from mk.report.page import COULD, FOLDER, PAGE, charts, draw, missing, stale
 from mk.report.plans import _short
 from mk.sources import ROOT
@@ -281,7 +281,16 @@ def test_series_are_of_what_is_executed() -> None:
     engine = some.config["engine"] | {"trace": "none"}
     assert plan_of(dataclasses.replace(some, config={**some.config, "engine": engine})) == plan_of(some)
     engine = engine | {"trace": "waits"}
-    assert plan_of(dataclasses.replace(some, config={**some.config, "engine": engine})) != plan_of(some)
+    traced = dataclasses.replace(some, config={**some.config, "engine": engine})
+    assert told_apart([traced, some]) == ["trace waits", "trace none"]
+    ring = some.config["engine"]["ring"] | {"window_kb": [56, 64]}
+    by_rows = dataclasses.replace(some, config={**some.config, "engine": some.config["engine"] | {"ring": ring}})
+    assert told_apart([some, by_rows]) == ["window_kb 64", "window_kb [56, 64]"]
+    ring = {key: value for key, value in ring.items() if key not in ("window_kb", "copy_kb")}  # older than two leaves
+    older = dataclasses.replace(some, config={**some.config, "engine": some.config["engine"] | {"ring": ring}})
+    assert told_apart([some, older]) == ["", ""] == told_apart([some, some])
+    assert told_apart([older, some, by_rows]) == ["", "window_kb 64", "window_kb [56, 64]"]
+    assert next(column for column in COLUMNS if column.leaf).text(by_rows) == "56, 64"
 
 
 def test_a_comparison_that_was_repeated_is_drawn_as_it_was_the_last_time() -> None:

@@ -246,6 +246,8 @@ def test_a_write_that_breaks_off_leaves_nothing(repository: Path, monkeypatch: p
         ({"schedule": "work_stealing"}, "schedule is work_stealing, its configuration has static"),
         ({"gpu": "cpu"}, "is of cpu, its folder of h200"),
         ({"clock": "simulated"}, "is of simulated, its folder of h200"),
+        ({"model_window": "vllm"}, "model_window is vllm, its configuration has None"),
+        ({"window_kb": 64}, "window_kb is 64, its configuration has 56"),  # of one row
         ({"batch": 3}, "batch is 3, its configuration has 1 or 2 or 4 or 8"),
         ({"context": [1024]}, r"context is \[1024\], its configuration has \[8192\]"),
         ({"config_hash": "0" * 64}, "its configuration 0000000000000000 is not beside it"),

@@ -15,6 +15,7 @@ from mk.graph import LAYER_WAVES
 from mk.interpreter import Status
 from mk.isa import NONE, Word
 from mk.kv import KINDS, PageAllocator
+from mk.launches import WaveLaunches
 from mk.model.packing import PackedWeights
 from mk.programs import Plan
 from mk.ring import MIN_WINDOW, RING_SLOTS, UNSAFE_SLOTS
@@ -77,10 +78,27 @@ def test_without_a_card_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch)
 MAX_WINDOW = RING_SLOTS - UNSAFE_SLOTS
 
 
+@pytest.mark.parametrize("place", [0, 1])  # that no step has run with yet, too
 @pytest.mark.parametrize("window", [MIN_WINDOW - 1, MAX_WINDOW + 1])
-def test_a_window_that_could_overrun_the_ring_is_refused(fake_device: FakeLibrary, window: int) -> None:
+def test_a_window_that_could_overrun_the_ring_is_refused(fake_device: FakeLibrary, window: int, place: int) -> None:
     with pytest.raises(MkError, match=f"window of {window} slots must lie in {MIN_WINDOW}..{MAX_WINDOW}"):
-        Runtime(fake_build(GEOMETRY), weights(), PAGES, 4, KEYS, window_slots=window)
+        windows = [window if at == place else MIN_WINDOW for at in range(2)]
+        Runtime(fake_build(GEOMETRY), weights(), PAGES, 4, KEYS, windows=windows)
+
+
+def test_a_step_has_the_window_of_its_rows(fake_device: FakeLibrary) -> None:
+    """Whatever ran before, and in launches of parts too."""
+    for kind in (Runtime, WaveLaunches):
+        made = kind(fake_build(GEOMETRY, PLAN.splits), weights(), PAGES, 4, KEYS, windows=(7, 5, 8))
+        fake_device.runtime = made
+        launched: list[tuple[int, int]] = []
+        fake_device.fault = lambda rt, step, to=launched: to.append((rt.params.rows, rt.params.window_slots))
+        for rows in (2, 1, 4, 3, 1):
+            made.load(program(rows))
+            made.set_sequences([0] * rows)
+            made.launch()
+            made.finish()
+        assert launched == [(2, 5), (1, 7), (4, 8), (3, 8), (1, 7)], kind
 
 
 def test_what_does_not_belong_together_is_refused(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

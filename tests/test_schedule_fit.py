@@ -36,7 +36,7 @@ def truth() -> Costs:
 def simulated(batch: int) -> tuple[Simulated, float]:
     """A whole step of the batch, and what the periodic model makes of it in ms."""
     cfg = load_config(CONFIG)
-    plan, ring = Plan.from_config(cfg), ring_of(cfg.engine.ring)
+    plan, ring = Plan.from_config(cfg), ring_of(cfg.engine.ring, batch)
     sample = Sample.draw(GEOMETRY, cfg.routing, [512] * batch)
     whole = simulate(plan.lower(GEOMETRY, batch, 1024), sample, truth(), ring)
     return whole, estimate(plan, GEOMETRY, sample, 1024, truth(), ring) / 1e3
@@ -94,6 +94,14 @@ def test_descent_moves_one_constant_at_a_time() -> None:
     fitted = fit_shared(costs, lambda tried: abs(tried.handoff - wanted.handoff))
     assert fitted.handoff == pytest.approx(wanted.handoff) and fitted.ops == costs.ops
     assert moved(costs, "operations", 2.0).of("topk").row == 2 * costs.of("topk").row
+
+
+def test_a_step_has_the_reading_of_the_window_that_it_ran_with(tmp_path: Path) -> None:
+    with RunFolder.create(load_config([*CONFIG, "model.window=vllm", f"run_dir={tmp_path}"])) as run:
+        row = run.row(engine="cuda", dtype="bfloat16", batch=1, context=[512], checks={}, p50_ms=2.0)
+        run.append_row(dataclasses.replace(row, steps=256))
+    (step,) = read_folder(run.path)
+    assert step.geometry == dataclasses.replace(GEOMETRY, window_includes_extra=True)
 
 
 def test_folders_that_cannot_be_fitted(tmp_path: Path, folder: Path) -> None:

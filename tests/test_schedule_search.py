@@ -49,7 +49,7 @@ def config() -> Config:
 def estimated(config: Config, rows: int) -> float:
     sample = Sample.draw(NORTH, config.routing, [8192] * rows)
     plan = Plan.from_config(config)
-    return estimate(plan, NORTH, sample, 16384, costs_of(config.gpu), ring_of(config.engine.ring))
+    return estimate(plan, NORTH, sample, 16384, costs_of(config.gpu), ring_of(config.engine.ring, rows))
 
 
 def test_upward_ranks_add_up_along_the_longest_chain(config: Config) -> None:
@@ -170,7 +170,7 @@ def test_a_stored_schedule_replaces_the_axes_of_any_run(tmp_path: Path) -> None:
     schedule = StoredSchedule(order, "round_robin", 3, 2, 1, 256, 32, 5)
     schedule.save(path, "two\nlines")
     loaded = load_config(["schedule=search", f"schedule.path={path}", "placement=row_owner"])
-    assert StoredSchedule.of(loaded) == schedule and path.read_text().startswith("# two\n# lines\n")
+    assert StoredSchedule.of(loaded, 1) == schedule and path.read_text().startswith("# two\n# lines\n")
     plan = Plan.from_config(loaded)
     assert (plan.wave_order, plan.placement, plan.attention_claimers, plan.moe_claimers) == (order, "round_robin", 3, 2)
     assert loaded.engine.ring.window_kb == 40 and plan.splits.split_keys == 256
@@ -188,7 +188,7 @@ def test_no_bound_exceeds_the_step_it_bounds(config: Config) -> None:
     for overrides in (["placement=row_owner"], ["placement=round_robin"]):
         plan = dataclasses.replace(Plan.from_config(load_config(overrides)), n_sm=16)
         sample = Sample.draw(g, config.routing, [512, 300])
-        arguments = (plan, g, sample, 512, costs_of(config.gpu), ring_of(config.engine.ring))
+        arguments = (plan, g, sample, 512, costs_of(config.gpu), ring_of(config.engine.ring, 2))
         least = bounds(*arguments, tb_s=4.70)
         assert max(dataclasses.astuple(least)) < estimate(*arguments)
         assert min(dataclasses.astuple(least)) > 0
@@ -227,11 +227,11 @@ def test_the_experiment_refuses_what_it_cannot_rank(tmp_path: Path) -> None:
 
 def test_a_variant_takes_a_stored_schedule_as_the_command_line_does(tmp_path: Path) -> None:
     base = load_config(["experiment=decode_throughput"])
-    own = dataclasses.replace(StoredSchedule.of(base), split_keys=256, window=6, waves=LAYER_WAVES)
+    own = dataclasses.replace(StoredSchedule.of(base, 1), split_keys=256, window=6, waves=LAYER_WAVES)
     own.save(tmp_path / "schedule.yaml", "found by hand")
     chosen = ["schedule=search", f"schedule.path={tmp_path / 'schedule.yaml'}"]
     varied = vary(base, chosen)
-    assert varied == load_config(["experiment=decode_throughput", *chosen]) and StoredSchedule.of(varied) == own
+    assert varied == load_config(["experiment=decode_throughput", *chosen]) and StoredSchedule.of(varied, 8) == own
 
 
 def test_schedules_run_in_turn_on_the_card(

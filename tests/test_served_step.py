@@ -97,6 +97,17 @@ def test_on_a_card_the_kernels_launches_are_the_other_arm(stand_in: FakeLibrary,
     assert all(row.build_hash == "0123456789abcdef" and row.dtype == "bfloat16" for row in rows)
 
 
+def test_a_step_has_the_window_of_its_batch_size_whoever_launches_it(stand_in: FakeLibrary, tmp_path: Path) -> None:
+    """The decode loop, through all changes of its batch size, or the engine itself."""
+    launched: set[tuple[int, int]] = set()
+    stand_in.fault = lambda rt, step: launched.add((rt.params.rows, 8 * rt.params.window_slots))
+    assert run(tmp_path / "usual", "engine=cuda")[0] == 0
+    assert launched == {(1, 56), (2, 64), (4, 64)}
+    launched.clear()
+    assert run(tmp_path / "one", "engine=cuda", "engine.ring.window_kb=40")[0] == 0
+    assert launched == {(1, 40), (2, 40), (4, 40)}
+
+
 def test_served_tokens_that_are_not_the_engines_fail(
     stand_in: FakeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,7 +124,7 @@ def test_a_simulated_step_streams_the_bytes_of_the_roofline(placement: str, clai
     program = plan.lower(g, 2, 512)
     sample = Sample((512, 256), dict.fromkeys(g.sparse_layers, 11))
     config = load_config(H200)
-    result = simulate(program, sample, costs_of(config.gpu), ring_of(config.engine.ring))
+    result = simulate(program, sample, costs_of(config.gpu), ring_of(config.engine.ring, 2))
     streamed = sum(task.slots for s in result.engine.sms for task in s.tasks) * SLOT_BYTES
     assert streamed == step_bytes(g, sample.keys, 11).total
     assert all(s.issued == s.read for s in result.engine.sms)
@@ -153,7 +153,7 @@ def test_where_a_model_repeats_itself() -> None:
 def test_an_estimate_from_the_first_layers_is_near_the_whole_step() -> None:
     g = first_layers(PRESETS["north_mini_code"], 21)
     config = load_config(H200)
-    plan, ring = Plan.from_config(config), ring_of(config.engine.ring)
+    plan, ring = Plan.from_config(config), ring_of(config.engine.ring, 1)
     sample = Sample.draw(g, config.routing, [8192])
     whole = simulate(plan.lower(g, 1, 16384), sample, costs_of(config.gpu), ring).step_us
     assert estimate(plan, g, sample, 16384, costs_of(config.gpu), ring) == pytest.approx(whole, rel=0.01)
@@ -167,8 +167,16 @@ def test_measured_steps_are_met_within_ten_percent(batch: int) -> None:
     assert rows
     sample = Sample.draw(g, config.routing, rows[0].context)
     bucket = bucket_for(rows[0].context[0] + 256)
-    us = estimate(Plan.from_config(config), g, sample, bucket, costs_of(config.gpu), ring_of(config.engine.ring))
+    us = estimate(Plan.from_config(config), g, sample, bucket, costs_of(config.gpu), ring_of(config.engine.ring, batch))
     assert [row.p50_ms for row in rows] == pytest.approx([us / 1e3] * len(rows), rel=0.10)
+
+
+def test_a_step_is_simulated_with_the_window_of_its_rows() -> None:
+    usual, *numbers = (load_config([*H200, *more]).engine.ring for more in ((), ["engine.ring.window_kb=40"]))
+    assert [ring_of(usual, rows).window for rows in (1, 2, 3, 8)] == [7, 8, 8, 8]
+    assert [ring_of(numbers[0], rows).window for rows in (1, 2, 8)] == [5, 5, 5]
+    three = dataclasses.replace(usual, window_kb=[32, 40, 48])
+    assert [ring_of(three, rows).window for rows in (1, 2, 3, 4)] == [4, 5, 6, 6]
 
 
 def test_memory_is_as_fast_as_what_is_in_flight_lets_it() -> None:

@@ -43,7 +43,7 @@ def test_it_ranks_and_times_what_a_card_has_run(
 
 def test_rows_that_the_constants_were_fitted_to_are_told_apart() -> None:
     steps = read_folder(KEPT / "2026-11-30-plan_ablation-1a36092d")
-    usual = steps[0].ring
+    usual = load_config(["experiment=simulator_accuracy"]).engine.ring
     found = simulator_accuracy.groups(steps, ["parted"], usual)
     orders = {name: {steps[place].row.wave_order for place in places} for name, places in found.items()}
     assert orders["batch 1, fitted"] == {"parted"} and orders["batch 1: plans"] == {"oproj_prefetch"}

@@ -34,7 +34,7 @@ RUN = [
 
 
 def one(schedule: str, slow_ns: int, p50: float, tiles: float, logits: float = 0.5) -> Run:
-    timing = Timing([p50], p50, [4.0], True, "0" * 16, torch.zeros(0), "0" * 16)
+    timing = Timing([p50], p50, [4.0], True, "0" * 16, torch.zeros(0), "0" * 16, 64)
     return Run(schedule, slow_ns, timing, tiles, 10.0, torch.full((1, 4), logits))
 
 

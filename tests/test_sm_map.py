@@ -165,7 +165,7 @@ def test_a_simulated_hand_off_takes_what_the_map_says() -> None:
 def test_a_simulated_step_reads_the_map(path: Path) -> None:
     """One whose hand-offs are all equal changes nothing; with some slow SMs, all wait for what runs there."""
     cfg = config(path)
-    costs, ring = costs_of(cfg.gpu), ring_of(cfg.engine.ring)
+    costs, ring = costs_of(cfg.gpu), ring_of(cfg.engine.ring, 1)
     sample = Sample.draw(NANO_GEOMETRY, load_config(["routing=uniform"]).routing, [300])
     plan = Plan.from_config(cfg)
 
@@ -180,7 +180,7 @@ def test_a_simulated_step_reads_the_map(path: Path) -> None:
 
 def test_a_stored_schedule_keeps_the_map_of_its_configuration(path: Path) -> None:
     cfg = config(path)
-    own = StoredSchedule.of(cfg)
+    own = StoredSchedule.of(cfg, 1)
     assert own.apply(cfg).placement == cfg.placement
     other = dataclasses.replace(own, placement="round_robin").apply(cfg)
     assert (other.placement.name, other.placement.path) == ("round_robin", None)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import cycle, groupby
 
 from matplotlib.figure import Figure
 
-from mk.recompute import card, geometry_of
+from mk.recompute import card, geometry_of_row
 from mk.report import palette
 from mk.report.chart import (
     BATCH,
@@ -26,7 +26,7 @@ from mk.report.chart import (
     powers,
     spread,
 )
-from mk.report.kept_rows import Kept, differing, newest, plan_of
+from mk.report.kept_rows import Kept, newest, plan_of, told_apart
 from mk.roofline import step_bytes
 from mk.rows import Row
 
@@ -104,11 +104,15 @@ def _series(rows: Sequence[Kept]) -> Iterator[tuple[str, str, list[Kept], str]]:
         of_kind = list(group)
         plans = [plan_of(of) for of in of_kind]
         latest = sorted(of_kind, key=lambda of: of.row.time, reverse=True)
-        own = sorted(latest, key=lambda of: -plans.count(plan_of(of)))
-        for marker, (plan, other) in zip(cycle("osD^v"), differing(own).items(), strict=False):
-            series = sorted((of for of in own if plan_of(of) == plan), key=lambda of: of.row.batch)
+        own: dict[Hashable, list[Kept]] = {}
+        for of in sorted(latest, key=lambda of: -plans.count(plan_of(of))):
+            own.setdefault(plan_of(of), []).append(of)
+        first = next(iter(own.values()))[0]
+        for marker, series in zip(cycle("osD^v"), own.values(), strict=False):
+            _, other = told_apart([first, series[0]])
             label = NAMES.get(name, name) + f", {other}" * bool(other)
-            yield label, palette.colour(palette.BOUND if bound else palette.ENGINE, name), series, marker
+            colour = palette.colour(palette.BOUND if bound else palette.ENGINE, name)
+            yield label, colour, sorted(series, key=lambda of: of.row.batch), marker
 
 
 def _bandwidth(row: Row, name: str) -> float | None:
@@ -191,7 +195,7 @@ def layer_cost(row: Row, bound: Row) -> dict[str, float]:
 
     row: of a decode whose configuration's bound without waits is `bound`, both with their bytes.
     """
-    geometry, tb_s = geometry_of(row.model), card(row.gpu).measured_tb_s
+    geometry, tb_s = geometry_of_row(row), card(row.gpu).measured_tb_s
     assert row.distinct_experts is not None and row.p50_ms is not None and bound.p50_ms is not None and tb_s
     each = step_bytes(geometry, row.context, row.distinct_experts)
     names = ("attention", "kv", "router", "dense", "experts", "head")

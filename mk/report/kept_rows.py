@@ -55,23 +55,13 @@ def newest(rows: Iterable[Kept], key: Callable[[Row], Hashable]) -> list[Kept]:
 
 def plan_of(kept: Kept) -> tuple[tuple[str, str], ...]:
     """What the row's configuration executes, by dotted key; the same for two that execute the same."""
-    leaves = sorted((key, str(value)) for key, value in leaves_of(kept.config or {}))
-    # rows that are older than the leaf say nothing of a trace
-    return tuple(leaf for leaf in leaves if within(leaf[0], EXECUTED) and leaf != ("engine.trace", "none"))
-
-
-def differing(rows: Iterable[Kept]) -> dict[tuple[tuple[str, str], ...], str]:
-    """Plan -> what it has otherwise than the first row's; empty text where nothing, or nothing is known."""
-    plans = list(dict.fromkeys(map(plan_of, rows)))
-    first = dict(plans[0]) if plans else {}
-    return {
-        plan: ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in plan if first.get(key, value) != value)
-        for plan in plans
-    }
+    leaves = {"engine.trace": "none"} | dict(leaves_of(kept.config or {}))  # rows that are older than the leaf had none
+    return tuple(sorted((key, str(value)) for key, value in leaves.items() if within(key, EXECUTED)))
 
 
 def told_apart(rows: Sequence[Kept]) -> list[str]:
-    """What each row's plan says of the keys in which they differ; empty texts where they do not."""
+    """What each row's plan says of the keys in which they differ. A row that is older than a key differs in nothing by
+    it: what it had is not known."""
     plans = [dict(plan_of(of)) for of in rows]
-    keys = sorted(key for key in set().union(*plans) if len({plan.get(key) for plan in plans}) > 1)
-    return [", ".join(f"{key.rpartition('.')[2]} {plan.get(key, 'none')}" for key in keys) for plan in plans]
+    keys = sorted(key for key in set().union(*plans) if len({plan[key] for plan in plans if key in plan}) > 1)
+    return [", ".join(f"{key.rpartition('.')[2]} {plan[key]}" for key in keys if key in plan) for plan in plans]

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mk.config import RoutingConfig
+from mk.config import ModelConfig, RoutingConfig
 from mk.errors import MkError
 from mk.kept import read_configs
-from mk.model.geometry import PRESETS, SLOT_BYTES, Geometry
+from mk.model.geometry import PRESETS, Geometry
+from mk.model.opening import geometry_of
 from mk.programs import Plan, bucket_for
+from mk.ring import SLOT_KB, window_for, windows_of
 from mk.rows import Row, read_rows
 from mk.schedule.costs import Costs
 from mk.schedule.simulate import estimate
@@ -40,7 +42,7 @@ class Measured:
 
     @property
     def label(self) -> str:
-        window_kb = self.ring.window * SLOT_BYTES // 1024
+        window_kb = self.ring.window * SLOT_KB
         return (
             f"{self.row.schedule} {self.row.wave_order} {self.row.placement} {window_kb} KB of {self.ring.slots} slots"
         )
@@ -97,9 +99,9 @@ def _own_build(config: Mapping[str, Any]) -> bool:
 
 
 def _measured(folder: Path, row: Row, config: Mapping[str, Any]) -> Measured:
-    geometry = PRESETS.get(config["model"]["preset"])
-    if geometry is None:
-        raise MkError(f"{folder}: model.preset={config['model']['preset']} has no geometry of its own")
+    model = ModelConfig(**config["model"])
+    if model.preset not in PRESETS:
+        raise MkError(f"{folder}: model.preset={model.preset} has no geometry of its own")
     attention, schedule, ring = config["engine"]["attention"], config["schedule"], config["engine"]["ring"]
     plan = Plan(
         config["gpu"]["sms"],
@@ -113,10 +115,10 @@ def _measured(folder: Path, row: Row, config: Mapping[str, Any]) -> Measured:
     path = folder / f"trace_batch{row.batch}.npz"
     return Measured(
         row,
-        geometry,
+        geometry_of(model),
         plan,
-        Ring(slots=ring["slots"], window=ring["window_kb"] * 1024 // SLOT_BYTES),
-        Sample.draw(geometry, RoutingConfig(**config["routing"]), row.context),
+        Ring(slots=ring["slots"], window=window_for(windows_of(ring["window_kb"]), row.batch)),
+        Sample.draw(geometry_of(model), RoutingConfig(**config["routing"]), row.context),
         bucket_for(max(row.context) + (row.steps or 0)),
         StepTrace.load(path) if path.is_file() else None,
     )

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mk.config import GpuConfig, RingConfig
+from mk.config import GpuConfig
+from mk.engine_config import RingConfig
 from mk.errors import MkError
 from mk.isa import ISA
-from mk.model.geometry import SLOT_BYTES, Geometry
+from mk.model.geometry import Geometry
 from mk.programs import Plan
+from mk.ring import window_for
 from mk.schedule.costs import Costs
 from mk.schedule.lower import Program
 from mk.schedule.simulator.engine import Engine
@@ -73,8 +75,9 @@ def costs_of(gpu: GpuConfig) -> Costs:
     return gpu.costs
 
 
-def ring_of(ring: RingConfig) -> Ring:
-    return Ring(slots=ring.slots, window=ring.window_kb * 1024 // SLOT_BYTES, run_ahead=ring.run_ahead)
+def ring_of(ring: RingConfig, rows: int) -> Ring:
+    """As a step of so many rows has it."""
+    return Ring(slots=ring.slots, window=window_for(ring.windows, rows), run_ahead=ring.run_ahead)
 
 
 def simulate(

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING
 import yaml
 
 from mk.errors import MkError
+from mk.ring import SLOT_KB, window_for
 
 if TYPE_CHECKING:
     from mk.config import Config
 
-WINDOW_KB = 8  # of one ring slot
-
 
 @dataclass(frozen=True, slots=True)
 class StoredSchedule:
-    """The axes of a schedule. Claimers: 0 = static. window: ring slots outstanding."""
+    """The axes of a schedule. Claimers: 0 = static. window: ring slots outstanding, of any batch size."""
 
     waves: tuple[str, ...]
     placement: str
@@ -34,8 +33,8 @@ class StoredSchedule:
     window: int
 
     @classmethod
-    def of(cls, config: Config) -> StoredSchedule:
-        """The one that a configuration spells out."""
+    def of(cls, config: Config, rows: int) -> StoredSchedule:
+        """The one that a configuration spells out for steps of so many rows."""
         schedule, attention = config.schedule, config.engine.attention
         return cls(
             tuple(config.wave_order.waves),
@@ -45,7 +44,7 @@ class StoredSchedule:
             schedule.claim_ahead or 2,
             attention.split_keys,
             attention.max_splits,
-            config.engine.ring.window_kb // WINDOW_KB,
+            window_for(config.engine.ring.windows, rows),
         )
 
     def save(self, path: Path, comment: str) -> None:
@@ -84,7 +83,7 @@ class StoredSchedule:
             attention=dataclasses.replace(
                 config.engine.attention, split_keys=self.split_keys, max_splits=self.max_splits
             ),
-            ring=dataclasses.replace(config.engine.ring, window_kb=self.window * WINDOW_KB),
+            ring=dataclasses.replace(config.engine.ring, window_kb=self.window * SLOT_KB),
         )
         order = dataclasses.replace(config.wave_order, name="custom", waves=list(self.waves))
         path = config.placement.path if self.placement == "sm_map" else None
