@@ -435,6 +435,18 @@ class Rerun:
 
 
 @dataclass(slots=True)
+class BatchSwitching:
+    name: str
+    context: int  # tokens of each prompt
+    stagger: int  # tokens that the first request generates, and each other one more than the one before
+    rounds: int  # of each arm, after one more to warm up
+
+    def __post_init__(self) -> None:
+        for key in ("context", "stagger", "rounds"):
+            require_at_least(f"experiment.{key}", getattr(self, key), 1)
+
+
+@dataclass(slots=True)
 class ServedStep:
     name: str
     batches: list[int]  # whose served steps are compared with the engine's own

@@ -114,6 +114,7 @@ SET_BY_EXPERIMENT: dict[str, Callable[[Row, Mapping[str, Any], Mapping[str, Any]
     "parity": lambda row, own, config: {"batch": [len(own["contexts"])], "context": [[n] for n in own["contexts"]]},
     "partial_step": lambda row, own, config: {"batch": [len(own["contexts"])], "context": [own["contexts"]]},
     "serving_costs": lambda row, own, config: {"batch": [1, *own["batches"]]},  # 1: of conversations
+    "batch_switching": lambda row, own, config: {"batch": [config["server"]["slots"]]},
     "served_step": lambda row, own, config: {
         "batch": [*own["batches"], config["server"]["slots"], config["server"]["slots"] - 1],
         "context": [[own[length]] * row.batch for length in ("context", "short")],

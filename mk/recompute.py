@@ -41,6 +41,7 @@ KINDS = {  # raw["kind"]: where its function is
     "handoffs": "experiments.sm_map:figures",
     "interruption": "experiments.served_figures:interruption",
     "between_tokens": "experiments.served_figures:between_tokens",
+    "draining": "experiments.batch_switching:figures",  # of requests that end one after the other
     "answers": "evals.report:figures",
     "load": "experiments.load_figures:figures",  # of a server, by its client's clock
     "agent_task": "experiments.agents.figures:figures",  # of a coding agent, and the server that it used

@@ -74,6 +74,7 @@ class Row:
     p90_ms: float | None = None
     wall_ms: float | None = None  # of the loop, by the host's clock, divided by its steps
     steps: int | None = None  # timed
+    steps_of: dict[str, int] | None = None  # batch_switching: them by batch size
     tokens_per_s: float | None = None  # batch / p50
     bytes_per_step: float | None = None  # mk/roofline.py, from the distinct experts of this row
     pct_nominal: float | None = None  # of the card's nominal bandwidth, at p50

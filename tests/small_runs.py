@@ -68,6 +68,11 @@ SMALL: dict[str, Sequence[str]] = {
         *("server.batches=[1,2]", "experiment.batches=[1]", "experiment.context=8", "experiment.steps=2"),
         *("experiment.rounds=1", "experiment.prompt=20", "experiment.short=4", "experiment.events=1"),
     ],
+    "batch_switching": [
+        *INTERPRETED,
+        *("prefill=torch", "wave_order=default", "server=default", "server.context=256", "server.slots=3"),
+        *("server.batches=[1]", "experiment.context=8", "experiment.stagger=3", "experiment.rounds=2"),
+    ],
     "serving_costs": [
         *("gpu.sms=2", "engine=interpreter", "server.context=512", "server.slots=2", "experiment.conversations=1"),
         *("experiment.context=4", "experiment.answer=66", "experiment.batches=[1]", "experiment.steps=1"),
