@@ -44,8 +44,10 @@ def colour(group: Group, name: Hashable) -> str:
 
 
 def ink(ground: str) -> str:
-    """The colour of text on a bar."""
-    return WHITE if ground in (BLACK, GREY, BLUE, VERMILLION) else BLACK
+    """The colour of text on a bar: white where its light, with sRGB's weights of the channels, is under a quarter."""
+    channels = (int(ground[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    light = sum(weight * channel**2.2 for weight, channel in zip((0.2126, 0.7152, 0.0722), channels, strict=True))
+    return WHITE if light < 0.24 else BLACK
 
 
 # one hue a branch: attention blue, router green, FFN orange to red, ends of the step purple, residual grey
