@@ -3,6 +3,6 @@
 kept_rows   the rows with their place and configuration
 palette     the colour of every series, here and in the pictures of run folders
 chart       what a figure is: a selection of rows, a table of them, a drawing; how lines and intervals are drawn
-decode, plans, prefill, served, distances    the figures, by subject
+decode, plans, prefill, served, load, distances    the figures, by subject
 page        results/figures/*.svg and results/report.html, and whether they are of the rows that are kept
 """

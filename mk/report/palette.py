@@ -15,7 +15,13 @@ BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 
 Group = Mapping[Hashable, str]
 # served: by another engine's server
-ENGINE: Group = {"cuda": BLUE, "vllm": VERMILLION, "served": VERMILLION, "transformers": GREEN}
+ENGINE: Group = {
+    "cuda": BLUE,
+    "vllm": VERMILLION,
+    "served": VERMILLION,
+    "transformers": GREEN,
+    "interpreter": GREY,
+}
 BOUND: Group = {"zero_wait": SKY, "oracle": PURPLE, "nominal": BLACK, "measured": GREY}  # that no step beats
 PLACEMENT: Group = {"row_owner": BLUE, "dependency_affinity": GREEN, "round_robin": ORANGE}
 PRODUCTS: Group = {"packed": BLUE, "torch": ORANGE, "product": BLACK}  # product: a large one by torch
