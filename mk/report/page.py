@@ -10,17 +10,17 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from mk.report import decode, distances, load, plans, prefill, served
+from mk.report import decode, distances, launches, load, operations, plans, prefill, served
 from mk.report.chart import Chart
 from mk.report.kept_rows import Kept, read_kept
 
-SUBJECTS = (decode, plans, prefill, served, load, distances)
+SUBJECTS = (decode, launches, plans, operations, prefill, served, load, distances)
 PAGE, FOLDER = "report.html", "figures"
 
 # what a figure could show and no row holds
 WITHOUT_ROWS = (
-    "A timeline of the SMs, and an SM's time by operation and cause: a trace build writes both to its run folder, as "
-    "tables and a file for ui.perfetto.dev; no row holds them.",
+    "A timeline of a whole step, and an SM's time by operation and cause: a trace build writes both to its run folder, "
+    "as tables and a file for ui.perfetto.dev; no row holds them.",
 )
 # of experiments that have a figure as soon as a run of theirs is kept
 COULD = {

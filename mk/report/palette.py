@@ -20,6 +20,7 @@ ENGINE: Group = {
     "vllm": VERMILLION,
     "served": VERMILLION,
     "transformers": GREEN,
+    "torch": ORANGE,
     "interpreter": GREY,
 }
 BOUND: Group = {"zero_wait": SKY, "oracle": PURPLE, "nominal": BLACK, "measured": GREY}  # that no step beats
@@ -28,6 +29,7 @@ PRODUCTS: Group = {"packed": BLUE, "torch": ORANGE, "product": BLACK}  # product
 POLICY: Group = {"pause": BLUE, "interleave": ORANGE}
 PART: Group = {"attention": BLUE, "ffn": ORANGE, "kv": GREEN, "bar": BLACK}  # of a layer, whose distance is measured
 BATCH: Group = {1: BLUE, 2: SKY, 4: GREEN, 5: PURPLE, 8: ORANGE}
+STEP: Group = {"launches": ORANGE, "kernel": BLUE, "zero_wait": SKY, "nominal": BLACK}  # of how many kernels; bounds
 VERDICT: Group = {"differs": BLUE, "no difference": GREY}
 SIMULATED: Group = {"bytes_ms": BLUE, "zero_wait_ms": SKY, "busiest_ms": ORANGE, "dependencies_ms": BLACK}
 COST: Group = {  # of a layer's time
@@ -41,7 +43,7 @@ COST: Group = {  # of a layer's time
     "waits": VERMILLION,
     "undivided": PALE,
 }
-GROUPS: tuple[Group, ...] = (ENGINE, BOUND, PLACEMENT, PRODUCTS, POLICY, PART, BATCH, VERDICT, SIMULATED, COST)
+GROUPS: tuple[Group, ...] = (ENGINE, BOUND, PLACEMENT, PRODUCTS, POLICY, PART, BATCH, STEP, VERDICT, SIMULATED, COST)
 
 
 def colour(group: Group, name: Hashable) -> str:
