@@ -245,7 +245,7 @@ def _verify_flat(
         return [str(error)]
     if not rows:
         return [f"{name} has no rows"]
-    kept += [Kept(row, path.stem, f"{name}:{line}", None) for line, row in enumerate(rows, start=1)]
+    kept += [Kept(row, path.stem, f"{name}:{line}", None, None) for line, row in enumerate(rows, start=1)]
     old = Counter(row.schema for row in rows if row.schema < 2)
     if old:
         older.add(name)
@@ -265,7 +265,7 @@ def _verify_folder(folder: Path, name: str, kept: list[Kept], root: Path) -> Ite
     except MkError as error:
         return [str(error)]
     kept += [
-        Kept(row, folder.name, f"{name}/rows.jsonl:{line}", configs.get(row.config_hash))
+        Kept(row, folder.name, f"{name}/rows.jsonl:{line}", configs.get(row.config_hash), folder / "raw.jsonl")
         for line, row in enumerate(rows, start=1)
     ]
     if not rows:

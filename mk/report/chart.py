@@ -15,21 +15,30 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from mk.report import palette
 from mk.report.kept_rows import Kept
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Of a table: a field of `Row`, or with `leaf` a key of the configuration."""
+    """Of a table: a field of `Row`, of one that is a dictionary the value of `key`, or with `leaf` a key of the
+    configuration."""
 
     field: str
     head: str  # with its unit
     digits: int | None = None  # after the point, of a number; None: as it is
     unit: float = 1.0  # that the number is divided by
     leaf: bool = False
+    key: str | None = None
+
+    @property
+    def source(self) -> str:
+        """Where the value stands."""
+        return self.field if self.key is None else f"{self.field}/{self.key}"
 
     def value(self, kept: Kept) -> Any:
-        return kept.leaf(self.field) if self.leaf else getattr(kept.row, self.field)
+        value = kept.leaf(self.field) if self.leaf else getattr(kept.row, self.field)
+        return value if self.key is None else (value or {}).get(self.key)
 
     def text(self, kept: Kept) -> str:
         value = self.value(kept)
@@ -88,9 +97,10 @@ class Chart:
         return "\n".join(line.rstrip() for line in text[text.index("<svg") :].splitlines()) + "\n"
 
 
-def panels(figure: Figure, *titles: str) -> list[Axes]:
-    """Panels side by side."""
-    row: list[Axes] = list(figure.subplots(1, len(titles), squeeze=False)[0])
+def panels(figure: Figure, *titles: str, down: bool = False, share: bool = False) -> list[Axes]:
+    """Panels side by side, or one below the other. share: all have one horizontal axis, labelled at the last."""
+    shape = (len(titles), 1) if down else (1, len(titles))
+    row: list[Axes] = list(figure.subplots(*shape, squeeze=False, sharex=share).flat)
     for axes, title in zip(row, titles, strict=True):
         axes.set_title(title, loc="left")
         axes.grid(alpha=0.25, linewidth=0.6)
@@ -133,6 +143,41 @@ def floor(axes: Axes, points: Sequence[tuple[float, float]], colour: str, label:
     """A bound: (x, y) each."""
     x, y = zip(*sorted(set(points)), strict=True)
     axes.plot(x, y, style, color=colour, label=label, linewidth=1.2, marker="_" if len(x) == 1 else None)
+
+
+def point(
+    axes: Axes,
+    place: float,
+    x: float | None,
+    low: float | None,
+    high: float | None,
+    colour: str,
+    *,
+    marker: str = "o",
+    hollow: bool = False,
+) -> None:
+    """A figure with its interval on a lane of its own."""
+    axes.plot([drawn(low), drawn(high)], [place] * 2, color=colour, linewidth=1.5)
+    inside = "white" if hollow else colour
+    axes.plot(drawn(x), place, marker, color=colour, markersize=5, markerfacecolor=inside)
+
+
+def stacked(
+    axes: Axes, names: Sequence[str], parts: Sequence[tuple[str, str, Sequence[float]]], least: float = 0.035
+) -> None:
+    """A horizontal bar for each of `names`. parts: (label, colour, length in each bar); lengths stand on those that
+    are longer than that share of the longest bar."""
+    longest = max(map(sum, zip(*(lengths for *_, lengths in parts), strict=True)))
+    left = [0.0] * len(names)
+    for label, colour, lengths in parts:
+        axes.barh(range(len(names)), lengths, left=left, color=colour, label=label, height=0.65)
+        for place, length in enumerate(lengths):
+            if length > least * longest:
+                at, text = left[place] + length / 2, f"{length:.1f}"
+                axes.text(at, place, text, ha="center", va="center", fontsize=8, color=palette.ink(colour))
+            left[place] += length
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
 
 
 def powers(axes: Axes, values: Sequence[float], name: str) -> None:

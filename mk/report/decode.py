@@ -25,8 +25,9 @@ from mk.report.chart import (
     panels,
     powers,
     spread,
+    stacked,
 )
-from mk.report.kept_rows import Kept, newest, plan_of, told_apart
+from mk.report.kept_rows import Kept, newest, plan_of, told_apart, with_common_keys
 from mk.roofline import step_bytes
 from mk.rows import Row
 
@@ -56,12 +57,10 @@ def _against_batch(rows: Sequence[Kept]) -> Iterator[Chart]:
             (of for of in rows if of.row.routing == routing),
             lambda row: (row.engine, row.bound, plans[row.config_hash], row.batch, row.context[0]),  # noqa: B023
         )
-        counts = [of.row.context[0] for of in mine]
-        keys = max(sorted(set(counts)), key=counts.count)
-        mine = [of for of in mine if set(of.row.context) == {keys}]
+        mine = with_common_keys(mine)
         yield Chart(
             f"decode_batch_{routing}",
-            f"Decode against batch: {keys:,} keys a row, {routing} routing",
+            f"Decode against batch: {mine[0].row.context[0]:,} keys a row, {routing} routing",
             "A whole step, sampling and token feedback included. Points are medians, bars p10 to p90 of the steps; "
             "floors are the bytes of the experts that were touched at the card's bandwidth." + _without_baseline(mine),
             mine,
@@ -82,7 +81,7 @@ def _draw_batch(figure: Figure, rows: Sequence[Kept]) -> None:
         for axes, points in ((times, ms), (rates, rate)):
             line(axes, points, colour, name, marker=marker)
     for name, style in (("nominal", "--"), ("measured", ":")):
-        at = [(of.row.batch, least) for of in rows if (least := _floor_ms(of.row, name)) is not None]
+        at = [(of.row.batch, least) for of in rows if (least := floor_ms(of.row, name)) is not None]
         if at:
             label = f"floor: bytes at {_bandwidth(rows[0].row, name)} TB/s, {name}"
             floor(times, at, palette.BOUND[name], label, style)
@@ -120,7 +119,8 @@ def _bandwidth(row: Row, name: str) -> float | None:
     return card(row.gpu).nominal_tb_s if name == "nominal" else card(row.gpu).measured_tb_s
 
 
-def _floor_ms(row: Row, name: str) -> float | None:
+def floor_ms(row: Row, name: str) -> float | None:
+    """That the bytes of a step take at the card's nominal or measured bandwidth."""
     tb_s = _bandwidth(row, name)
     return None if tb_s is None or row.bytes_per_step is None else row.bytes_per_step / (tb_s * 1e9)
 
@@ -149,7 +149,7 @@ def _draw_context(figure: Figure, rows: Sequence[Kept]) -> None:
         ms = [(of.row.context[0], *spread(of)) for of in own]
         line(times, ms, colour, name, marker=markers[batch])
         line(rates, [_rate(batch, *point) for point in ms], colour, name, marker=markers[batch])
-        at = [(of.row.context[0], least) for of in own if (least := _floor_ms(of.row, "nominal")) is not None]
+        at = [(of.row.context[0], least) for of in own if (least := floor_ms(of.row, "nominal")) is not None]
         if engine == "cuda":
             named = "floor, a batch each" if batch == min(markers) else "_"  # once in the legend
             floor(times, at, palette.BOUND["nominal"], named)
@@ -222,20 +222,9 @@ COST_NAMES = {
 
 def _draw_layer(figure: Figure, pairs: Sequence[tuple[Kept, Kept]]) -> None:
     (axes,) = panels(figure, "us a layer")
-    left: list[float] = [0.0] * len(pairs)
     costs = [layer_cost(of.row, bound.row) for of, bound in pairs]
-    for name, label in COST_NAMES.items():
-        ink = palette.ink(palette.COST[name])
-        widths = [cost.get(name, 0.0) for cost in costs]
-        if any(widths):
-            axes.barh(range(len(pairs)), widths, left=left, color=palette.COST[name], label=label, height=0.65)
-        for place, width in enumerate(widths):
-            if width > 0.035 * max(sum(cost.values()) for cost in costs):
-                axes.text(
-                    left[place] + width / 2, place, f"{width:.1f}", ha="center", va="center", fontsize=8, color=ink
-                )
-            left[place] += width
-    axes.set_yticks(range(len(pairs)), [f"batch {of.row.batch}" for of, _ in pairs])
-    axes.invert_yaxis()
+    parts = {name: [cost.get(name, 0.0) for cost in costs] for name in COST_NAMES}
+    shown = [(COST_NAMES[name], palette.COST[name], widths) for name, widths in parts.items() if any(widths)]
+    stacked(axes, [f"batch {of.row.batch}" for of, _ in pairs], shown)
     axes.set_xlabel("us")
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -8,8 +8,9 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from mk.errors import MkError
 from mk.kept import EXECUTED, leaves_of, read_configs, within
-from mk.rows import Row, read_rows
+from mk.rows import Row, read_raw, read_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Kept:
     run: str  # folder of the run, or the file's stem where rows of schema 1 lie flat
     place: str  # h200/<run>/rows.jsonl:3
     config: Mapping[str, Any] | None  # resolved; None beside rows of schema 1
+    raw: Path | None  # the file of its raw data; None of schema 1
 
     @property
     def short(self) -> str:
@@ -38,9 +40,19 @@ def read_kept(results: Path) -> list[Kept]:
         folder = path.parent if path.name == "rows.jsonl" else None
         configs = read_configs(folder) if folder else {}
         for line, row in enumerate(read_rows(path), start=1):
-            place = f"{path.relative_to(results).as_posix()}:{line}"
-            found.append(Kept(row, folder.name if folder else path.stem, place, configs.get(row.config_hash)))
+            place, run = f"{path.relative_to(results).as_posix()}:{line}", folder.name if folder else path.stem
+            found.append(Kept(row, run, place, configs.get(row.config_hash), folder and folder / "raw.jsonl"))
     return found
+
+
+def raw_of(rows: Sequence[Kept]) -> list[dict[str, Any]]:
+    """What each row's figures were computed from. Raises MkError naming a row without it."""
+    files = {path: read_raw(path) for path in dict.fromkeys(of.raw for of in rows) if path is not None}
+    found = [files.get(of.raw, {}).get(of.row.raw_sha256 or "") for of in rows]  # type: ignore[arg-type]
+    for of, raw in zip(rows, found, strict=True):
+        if raw is None:
+            raise MkError(f"{of.place}: its raw data is not beside it")
+    return [raw for raw in found if raw is not None]
 
 
 def newest(rows: Iterable[Kept], key: Callable[[Row], Hashable]) -> list[Kept]:
@@ -51,6 +63,23 @@ def newest(rows: Iterable[Kept], key: Callable[[Row], Hashable]) -> list[Kept]:
         if name not in best or kept.row.time > best[name].row.time:
             best[name] = kept
     return list(best.values())
+
+
+def of_last_run(rows: Sequence[Kept], key: Callable[[Row], Hashable]) -> list[Kept]:
+    """Of the rows with the same key those of the run that ended last: what is compared was then measured together."""
+    last: dict[Hashable, Kept] = {}
+    for kept in rows:
+        name = key(kept.row)
+        if name not in last or kept.row.time >= last[name].row.time:
+            last[name] = kept
+    return [kept for kept in rows if kept.run == last[key(kept.row)].run]
+
+
+def with_common_keys(rows: Sequence[Kept]) -> list[Kept]:
+    """Those that all hold the most common number of keys."""
+    counts = [of.row.context[0] for of in rows]
+    keys = max(sorted(set(counts)), key=counts.count, default=0)
+    return [of for of in rows if set(of.row.context) == {keys}]
 
 
 def plan_of(kept: Kept) -> tuple[tuple[str, str], ...]:

@@ -10,25 +10,24 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from mk.report import decode, distances, plans, prefill, served
+from mk.report import decode, distances, launches, load, operations, plans, prefill, served
 from mk.report.chart import Chart
 from mk.report.kept_rows import Kept, read_kept
 
-SUBJECTS = (decode, plans, prefill, served, distances)
+SUBJECTS = (decode, launches, plans, operations, prefill, served, load, distances)
 PAGE, FOLDER = "report.html", "figures"
 
 # what a figure could show and no row holds
 WITHOUT_ROWS = (
-    "A timeline of the SMs, and an SM's time by operation and cause: a trace build writes both to its run folder, as "
-    "tables and a file for ui.perfetto.dev; no row holds them.",
+    "A timeline of a whole step, and an SM's time by operation and cause: a trace build writes both to its run folder, "
+    "as tables and a file for ui.perfetto.dev; no row holds them.",
 )
-# of experiments that a figure could be of
+# of experiments that have a figure as soon as a run of theirs is kept
 COULD = {
     "ladder": "The ablation ladder, from one launch a wave to the kernel as it runs",
     "op_bench": "Every operation alone, beside torch",
     "wave_occupancy": "How long SMs idle in a layer, wave by wave",
-    "serving": "Serving over HTTP beside another engine's server",
-    "agent_trial": "Conversations of a coding agent with either server",
+    "agent_trial": "A coding agent's conversation with either server",
     "sampling_ablation": "What drawing tokens costs",
     "trace_ablation": "What a trace costs",
 }

@@ -15,13 +15,21 @@ BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 
 Group = Mapping[Hashable, str]
 # served: by another engine's server
-ENGINE: Group = {"cuda": BLUE, "vllm": VERMILLION, "served": VERMILLION, "transformers": GREEN}
+ENGINE: Group = {
+    "cuda": BLUE,
+    "vllm": VERMILLION,
+    "served": VERMILLION,
+    "transformers": GREEN,
+    "torch": ORANGE,
+    "interpreter": GREY,
+}
 BOUND: Group = {"zero_wait": SKY, "oracle": PURPLE, "nominal": BLACK, "measured": GREY}  # that no step beats
 PLACEMENT: Group = {"row_owner": BLUE, "dependency_affinity": GREEN, "round_robin": ORANGE}
 PRODUCTS: Group = {"packed": BLUE, "torch": ORANGE, "product": BLACK}  # product: a large one by torch
 POLICY: Group = {"pause": BLUE, "interleave": ORANGE}
 PART: Group = {"attention": BLUE, "ffn": ORANGE, "kv": GREEN, "bar": BLACK}  # of a layer, whose distance is measured
 BATCH: Group = {1: BLUE, 2: SKY, 4: GREEN, 5: PURPLE, 8: ORANGE}
+STEP: Group = {"launches": ORANGE, "kernel": BLUE, "zero_wait": SKY, "nominal": BLACK}  # of how many kernels; bounds
 VERDICT: Group = {"differs": BLUE, "no difference": GREY}
 SIMULATED: Group = {"bytes_ms": BLUE, "zero_wait_ms": SKY, "busiest_ms": ORANGE, "dependencies_ms": BLACK}
 COST: Group = {  # of a layer's time
@@ -35,7 +43,7 @@ COST: Group = {  # of a layer's time
     "waits": VERMILLION,
     "undivided": PALE,
 }
-GROUPS: tuple[Group, ...] = (ENGINE, BOUND, PLACEMENT, PRODUCTS, POLICY, PART, BATCH, VERDICT, SIMULATED, COST)
+GROUPS: tuple[Group, ...] = (ENGINE, BOUND, PLACEMENT, PRODUCTS, POLICY, PART, BATCH, STEP, VERDICT, SIMULATED, COST)
 
 
 def colour(group: Group, name: Hashable) -> str:
@@ -44,8 +52,10 @@ def colour(group: Group, name: Hashable) -> str:
 
 
 def ink(ground: str) -> str:
-    """The colour of text on a bar."""
-    return WHITE if ground in (BLACK, GREY, BLUE, VERMILLION) else BLACK
+    """The colour of text on a bar: white where its light, with sRGB's weights of the channels, is under a quarter."""
+    channels = (int(ground[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    light = sum(weight * channel**2.2 for weight, channel in zip((0.2126, 0.7152, 0.0722), channels, strict=True))
+    return WHITE if light < 0.24 else BLACK
 
 
 # one hue a branch: attention blue, router green, FFN orange to red, ends of the step purple, residual grey

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from mk.report import palette
-from mk.report.chart import ARM, BATCH, CONTEXT, PLAN, RATIOS, SHARE, TIMES, Chart, drawn, panels
+from mk.report.chart import ARM, BATCH, CONTEXT, PLAN, RATIOS, SHARE, TIMES, Chart, panels, point
 from mk.report.kept_rows import Kept, newest, told_apart
 from mk.rows import Row
 from mk.step_figures import Ratio
@@ -77,8 +77,7 @@ def _draw_plans(figure: Figure, rows: Sequence[Kept]) -> None:
             lane = list(palette.PLACEMENT).index(row.placement) - 1
             place = order_of[row.wave_order] + 0.2 * lane
             colour = palette.colour(palette.PLACEMENT, row.placement)
-            axes.plot([drawn(row.p10_ms), drawn(row.p90_ms)], [place] * 2, color=colour, linewidth=1.2)
-            axes.plot(drawn(row.p50_ms), place, MARKERS[row.schedule], color=colour, markersize=5)
+            point(axes, place, row.p50_ms, row.p10_ms, row.p90_ms, colour, marker=MARKERS[row.schedule])
         floors = [row.p50_ms * row.pct_nominal / 100 for row in mine if row.p50_ms and row.pct_nominal]
         if floors:
             axes.axvline(min(floors), color=palette.BOUND["nominal"], linestyle="--", linewidth=1.2)
@@ -124,8 +123,8 @@ def _draw_arms(figure: Figure, rows: Sequence[Row]) -> None:
             differs = Ratio(row.ratio, row.ratio_low, row.ratio_high).detectable
             colour = palette.VERDICT["differs" if differs else "no difference"]
             place = names.index(row.arm or "")
-            axes.plot([row.ratio_low, row.ratio_high], [place] * 2, color=colour, linewidth=1.5)
-            axes.plot(row.ratio, place, "D" if "(again)" in (row.arm or "") else "o", color=colour, markersize=5)
+            marker = "D" if "(again)" in (row.arm or "") else "o"
+            point(axes, place, row.ratio, row.ratio_low, row.ratio_high, colour, marker=marker)
         axes.set_yticks(range(len(names)), map(_short, names) if number == 0 else [""] * len(names))
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_xlabel("ratio of times")
