@@ -42,7 +42,7 @@ ARMS = [
     "counters, no barriers",
     "32 KB in flight",
     "weights past the waits",
-    "64 KB in flight",
+    "56 or 64 KB in flight",
     "owned strips",
     "no waits: a bound",
 ]

@@ -135,7 +135,8 @@ def _added(leaves: Mapping[str, object], before: Mapping[str, object]) -> str:
 
 def _in_words(key: str, value: object) -> str:
     if key == "engine.ring.window_kb":
-        return f"{value} KB in flight"
+        sizes = value if isinstance(value, list) else [value]  # of one row, and of more
+        return f"{' or '.join(map(str, sizes))} KB in flight"
     return ADDS.get((key, value), f"{key.rpartition('.')[2]} {value}")
 
 
