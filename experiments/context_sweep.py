@@ -19,8 +19,6 @@ from mk.errors import MkError
 from mk.rows import Row
 from mk.runs import RunFolder
 
-NO_CARD = "vLLM is not measured: torch sees no GPU here"
-
 
 def main(cfg: Config) -> int:
     """Exit status 1 if a context failed, or vLLM did; the others run all the same."""
@@ -29,7 +27,7 @@ def main(cfg: Config) -> int:
     missing = vllm_process.missing(cfg.baseline.vllm) if cases and cfg.baseline.vllm else None
     if not torch.cuda.is_available():
         status = simulated_variants.run(cfg, jobs)
-        print("\n".join([missing or NO_CARD] * bool(cases)))
+        print("\n".join([missing or vllm_rows.NO_CARD] * bool(cases)))
         return status
     for _, job in jobs:
         decode_throughput.check(job, cfg.experiment.name)

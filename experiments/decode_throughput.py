@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments import simulated_variants
 from experiments.decode_rows import Timing, append_row, line, table
 from experiments.device_clock import queued
 from experiments.device_weights import HeldWeights, hold_weights
@@ -52,7 +53,10 @@ DEVICE = torch.device("cuda")
 
 
 def main(cfg: Config) -> int:
-    """Exit status 0; whatever is wrong is an MkError."""
+    """Exit status 0; whatever is wrong is an MkError. Without a card steps are simulated."""
+    if not torch.cuda.is_available():
+        check_settings(cfg)
+        return simulated_variants.run(cfg, [(simulated_variants.ALONE, cfg)])
     run(cfg)
     return 0
 

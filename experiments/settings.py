@@ -144,6 +144,7 @@ class BesideBaseline(DecodeThroughput):
 
 
 VllmDecode = BesideBaseline
+ZeroWaitBound = DecodeThroughput
 
 
 @dataclass(slots=True)

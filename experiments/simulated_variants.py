@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from experiments.arms import require_apart, table
 from experiments.console import progress
 from experiments.forced_routing import RECORDED, forced_ids
+from experiments.settings import Variants
 from mk.build import NO_RUN_AHEAD, defines_of
 from mk.config import Config
 from mk.errors import MkError
@@ -22,6 +23,7 @@ from mk.schedule.simulator.expand import Sample
 from mk.step_figures import MEASURED_ONLY, block_ratio, raw_steps, step_figures
 
 BOUND = "no waits"  # what the arm of a bound is called
+ALONE = "as configured"  # the one of a configuration that is compared with nothing
 
 
 def run(cfg: Config, jobs: Sequence[tuple[str, Config]], to_previous: bool = False) -> int:
@@ -57,7 +59,7 @@ def run(cfg: Config, jobs: Sequence[tuple[str, Config]], to_previous: bool = Fal
                         left[label] = str(error)
                         continue
                     first = None  # one round: no ratios, as on a card
-                    if settings.rounds > 1:
+                    if isinstance(settings, Variants) and settings.rounds > 1:
                         others = [rows[-1] for rows in found.values() if rows[-1].batch == batch]
                         first = others[-1 if to_previous else 0] if others else None
                     row, program = simulated(cfg, label, job, folder, geometry, sample, first)

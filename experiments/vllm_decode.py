@@ -7,7 +7,9 @@ says what is missing and how to install it; one that is configured and not there
 
 from __future__ import annotations
 
-from experiments import decode_throughput, vllm_rows
+import torch
+
+from experiments import decode_throughput, simulated_variants, vllm_rows
 from experiments.baselines import vllm_process
 from mk.compose import vary
 from mk.config import Config
@@ -24,8 +26,14 @@ def main(cfg: Config) -> int:
         raise MkError("vllm_decode measures random weights", hint="weights=random")
     jobs = {r: decode_throughput.job_of(vary(cfg, [f"routing={r}"])) for r in cfg.experiment.routings}
     for job in jobs.values():
-        decode_throughput.check(job, cfg.experiment.name)
+        decode_throughput.check_settings(job, cfg.experiment.name)
     missing = vllm_process.missing(config)
+    if not torch.cuda.is_available():
+        status = simulated_variants.run(cfg, [(f"routing={routing}", job) for routing, job in jobs.items()])
+        print(missing or vllm_rows.NO_CARD)
+        return status
+    for job in jobs.values():
+        decode_throughput.check(job, cfg.experiment.name)
     notes, failed = [missing] if missing else [], []
     pairs = []
     with RunFolder.create(cfg) as run:

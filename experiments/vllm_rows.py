@@ -19,6 +19,7 @@ from mk.runs import RunFolder
 
 TPOT_APART = 0.05  # relative: a p50 that the difference of two lengths contradicts by more is unstable
 SPREAD = 1.2  # p90 / p10 of a stable row
+NO_CARD = "vLLM is not measured: torch sees no GPU here"
 
 
 def measure(job: Config, cases: Sequence[tuple[int, int]], run: RunFolder) -> vllm.Measured:

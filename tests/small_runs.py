@@ -22,6 +22,9 @@ def variants(*each: str) -> str:
 SMALL: dict[str, Sequence[str]] = {
     "quickstart": ["gpu.sms=2", "experiment.new_tokens=1", "experiment.ragged=null", "logger=wandb"],
     "context_sweep": [*SIMULATED, variants("experiment.context=32,64")],
+    "decode_throughput": SIMULATED,
+    "zero_wait_bound": SIMULATED,
+    "vllm_decode": [*SIMULATED, "weights=random"],
     "wave_order_ablation": SIMULATED,
     "placement_ablation": SIMULATED,
     "schedule_ablation": [*SIMULATED, variants("schedule=static", CLAIMERS)],
@@ -94,13 +97,11 @@ AGAIN: dict[str, Sequence[str]] = {
 
 # what it says, and does, on a machine without a card, a sanitizer or vLLM
 REFUSED: dict[str, str] = {
-    "decode_throughput": "decode_throughput needs a GPU",
     "prefill_throughput": "prefill_throughput needs a GPU",
     "prefill_tiles": "prefill_tiles needs a GPU",
     "slow_sm": "slow_sm needs a GPU",
     "op_bench": "op_bench needs a GPU",
     "sm_map": "sm_map measures a GPU",
-    "vllm_decode": "vllm_decode needs a GPU",
     "transformers_decode": "transformers_decode needs a GPU",
     "sanitize": "no compute-sanitizer found",
     "vllm_serve": "no vLLM is configured",
@@ -150,7 +151,6 @@ READ_ELSEWHERE = {
     "PrefillCorrectness.cuts": "experiments/prefill_prompts.py",  # of whole prompts
     "PrefillCorrectness.small_chunk": "experiments/prefill_prompts.py",
     "Rerun.run": "experiments/rerun.py",
-    "RoutingConfig.path": "mk/routing.py",
     "Sanitize.timeout_s": "experiments/sanitize.py",
     "ScheduleConfig.path": "mk/compose.py",
     **dict.fromkeys(
@@ -180,5 +180,4 @@ READ_ELSEWHERE = {
     "VllmConfig.moe_backends": "experiments/vllm_rows.py",
     "VllmConfig.reasoning_parser": "experiments/vllm_serve.py",
     "VllmConfig.tool_parser": "experiments/vllm_serve.py",
-    "BesideBaseline.routings": "experiments/vllm_decode.py",
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import context_sweep, simulated_variants
+from experiments import context_sweep, simulated_variants, vllm_rows
 from experiments.baselines.vllm_bench import REPEATS
 from experiments.baselines.vllm_process import RESOLVED
 from mk.compose import load_config
@@ -173,7 +173,7 @@ def test_what_vllm_cannot_stand_beside_is_refused_before_anything_runs(
     assert message in str(caught.value) and not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(("overrides", "said"), [([], "vLLM is missing"), ([VLLM], context_sweep.NO_CARD)])
+@pytest.mark.parametrize(("overrides", "said"), [([], "vLLM is missing"), ([VLLM], vllm_rows.NO_CARD)])
 def test_without_a_card_the_sweep_is_simulated_and_says_that_vllm_is_not_measured(
     overrides: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,7 +106,7 @@ def test_what_cannot_be_timed_is_refused_before_anything_is_loaded(overrides: li
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["decode_throughput", "op_bench", "transformers_decode", "vllm_decode"])
+@pytest.mark.parametrize("name", ["op_bench", "transformers_decode"])
 def test_without_a_card_it_says_so_by_its_own_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     main = experiment_main(name)
@@ -247,6 +247,31 @@ def test_a_bound_is_labelled_and_claims_no_check(
     assert [(row.batch, row.bound) for row in rows] == [(1, None), (2, None), (1, "zero_wait"), (2, "zero_wait")]
     assert rows[2].checks == {"schedule_verified": True} and rows[2].logits_error is None
     assert rows[2].bytes_per_step == rows[0].bytes_per_step and defines == [(), ("MK_ZERO_WAIT",)]
+
+
+def test_the_bound_has_an_experiment_of_its_own(stand_in: FakeLibrary, tmp_path: Path) -> None:
+    preset = ["experiment=zero_wait_bound", *RUN[1:], f"run_dir={tmp_path}"]
+    assert experiment_main("zero_wait_bound")(load_config(preset)) == 0
+    (folder,) = tmp_path.iterdir()
+    assert "zero_wait_bound" in folder.name
+    assert [row.bound for row in read_rows(folder / "rows.jsonl")] == [None, None, "zero_wait", "zero_wait"]
+    with pytest.raises(MkError, match="zero_wait_bound is nothing without"):
+        experiment_main("zero_wait_bound")(load_config([*preset, "experiment.zero_wait=false"]))
+
+
+@pytest.mark.parametrize("name", ["decode_throughput", "zero_wait_bound", "vllm_decode"])
+def test_without_a_card_steps_are_simulated_and_labelled(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    small = [*RUN[1:], "weights=random", f"run_dir={tmp_path}"]
+    assert experiment_main(name)(load_config([f"experiment={name}", *small])) == 0
+    rows = rows_of(tmp_path)
+    assert {(row.clock, row.engine, row.ratio) for row in rows} == {("simulated", "simulator", None)}
+    bounds = [None, None] if name != "zero_wait_bound" else [None, "zero_wait"] * 2
+    assert [row.bound for row in rows] == bounds and {row.batch for row in rows} == {1, 2}
+    out = capsys.readouterr().out
+    assert "simulated step times, nano on h200" in out and ("vLLM is missing" in out) == (name == "vllm_decode")
 
 
 def test_an_oracle_is_a_bound_from_a_build_of_its_own(stand_in: FakeLibrary, tmp_path: Path) -> None:
