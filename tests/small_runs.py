@@ -30,6 +30,10 @@ SMALL: dict[str, Sequence[str]] = {
     "schedule_ablation": [*SIMULATED, variants("schedule=static", CLAIMERS)],
     "routing_ablation": SIMULATED,
     "kernel_ablation": SIMULATED,
+    "slow_sm": [
+        *("model=nano", "weights=checkpoint", "gpu.sms=16", "experiment.batch=2", "experiment.context=64"),
+        *("experiment.steps=4", "experiment.warmup=1", "experiment.sm=3"),
+    ],
     "ring_ablation": SIMULATED,
     "sampling_ablation": SIMULATED,
     "trace_ablation": SIMULATED,
@@ -99,7 +103,6 @@ AGAIN: dict[str, Sequence[str]] = {
 REFUSED: dict[str, str] = {
     "prefill_throughput": "prefill_throughput needs a GPU",
     "prefill_tiles": "prefill_tiles needs a GPU",
-    "slow_sm": "slow_sm needs a GPU",
     "op_bench": "op_bench needs a GPU",
     "sm_map": "sm_map measures a GPU",
     "transformers_decode": "transformers_decode needs a GPU",
@@ -155,10 +158,6 @@ READ_ELSEWHERE = {
     "ScheduleConfig.path": "mk/compose.py",
     **dict.fromkeys(
         (f"SmMap.{leaf}" for leaf in ("launches", "lines", "rounds", "time_limit_s")), "experiments/sm_map.py"
-    ),
-    **dict.fromkeys(
-        (f"SlowSm.{leaf}" for leaf in ("batch", "context", "slow_us", "sm", "steps", "warmup")),
-        "experiments/slow_sm.py",
     ),
     "TransformersDecode.experts": "experiments/transformers_decode.py",
     **dict.fromkeys(

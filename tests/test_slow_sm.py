@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from experiments import slow_sm as experiment
-from experiments.decode_rows import Timing
 from experiments.slow_sm import Run, table, verdicts
 from mk.compose import load_config
 from mk.errors import MkError
@@ -34,8 +33,7 @@ RUN = [
 
 
 def one(schedule: str, slow_ns: int, p50: float, tiles: float, logits: float = 0.5) -> Run:
-    timing = Timing([p50], p50, [4.0], True, "0" * 16, torch.zeros(0), "0" * 16, 64)
-    return Run(schedule, slow_ns, timing, tiles, 10.0, torch.full((1, 4), logits))
+    return Run(schedule, slow_ns, [p50], [4.0], "0" * 16, tiles, 10.0, torch.full((1, 4), logits))
 
 
 def test_verdicts_and_table() -> None:
@@ -88,6 +86,24 @@ def test_a_run_writes_four_rows_and_a_table(
     assert [row.p50_ms for row in rows] == [1, 11, 1, 2]
     assert rows[0].checks == {"schedule_verified": True, "same_bits": True, "fewer_tiles": True, "loses_less": True}
     assert "growth us/layer" in capsys.readouterr().out
+
+
+def test_without_a_card_it_is_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert experiment.main(load_config(["experiment=slow_sm", "experiment.context=512", f"run_dir={tmp_path}"])) == 0
+    static, slow_static, stealing, slow_stealing = [
+        row for path in tmp_path.glob("*/rows.jsonl") for row in read_rows(path)
+    ]
+    for row in (static, slow_static, stealing, slow_stealing):
+        assert (row.clock, row.engine, row.build_hash) == ("simulated", "simulator", None)
+        assert row.checks == {"schedule_verified": True, "fewer_tiles": True, "loses_less": True}
+    # lists leave an SM its tiles, and it is late by as much as they take longer, less what it waited for anyway
+    layers, settings = 5, load_config(["experiment=slow_sm"]).experiment
+    growth = 1e3 * (slow_static.p50_ms - static.p50_ms) / layers
+    assert slow_static.slow_sm_tiles == static.slow_sm_tiles and 0 < growth < settings.slow_us
+    assert slow_stealing.mean_sm_tiles == stealing.mean_sm_tiles and "simulated" in capsys.readouterr().out
 
 
 def test_other_bits_fail_the_run(stand_in: FakeLibrary, tmp_path: Path) -> None:

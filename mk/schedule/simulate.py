@@ -21,7 +21,7 @@ from mk.programs import Plan
 from mk.ring import window_for
 from mk.schedule.costs import Costs
 from mk.schedule.lower import Program
-from mk.schedule.simulator.engine import Engine
+from mk.schedule.simulator.engine import CLAIMABLE, Engine
 from mk.schedule.simulator.expand import Sample, expand
 from mk.schedule.simulator.path import CriticalPath
 from mk.schedule.simulator.work import Ring
@@ -64,6 +64,10 @@ class Simulated:
         columns = np.array(found, np.float64).reshape(-1, len(ASIDE))
         return dict(zip(ASIDE, columns.T, strict=True))
 
+    def tiles_taken(self) -> list[int]:
+        """By SM, tiles that a claimer could have taken elsewhere."""
+        return [sum(task.tiles for task in s.tasks if task.op in CLAIMABLE) for s in self.engine.sms]
+
     def critical_path(self) -> CriticalPath:
         return CriticalPath(self.engine)
 
@@ -81,15 +85,25 @@ def ring_of(ring: RingConfig, rows: int) -> Ring:
 
 
 def simulate(
-    program: Program, sample: Sample, costs: Costs, ring: Ring, zero_wait: bool = False, sm_map: SmMap | None = None
+    program: Program,
+    sample: Sample,
+    costs: Costs,
+    ring: Ring,
+    zero_wait: bool = False,
+    sm_map: SmMap | None = None,
+    slow: tuple[int, float] | None = None,
 ) -> Simulated:
     """One step; zero_wait: without the waits for other SMs; sm_map: hand-offs as long as it says, around their mean.
+
+    slow: an SM, and microseconds that it takes longer with each tile that a claimer could have taken elsewhere.
 
     Raises MkError where the sample does not fit the program, or the step stands still.
     """
     work = expand(program, sample)
     beyond_us = None if sm_map is None else sm_map.beyond_us()
     engine = Engine(work.without_waits() if zero_wait else work, costs, ring, beyond_us)
+    if slow is not None:
+        engine.sms[slow[0]].slow_us = slow[1]
     return Simulated(engine.run() + costs.launch, engine)
 
 

@@ -22,6 +22,7 @@ from mk.schedule.simulator.work import Ring, Task, Work
 
 _STREAM, _COUNTER, _CLAIM = 0, 1, 2
 SLOT_KB = 8.192  # thousands of bytes
+CLAIMABLE = ("attention", "moe_up", "moe_down")  # operations whose tiles are tickets under work stealing
 
 
 class Engine:
@@ -212,6 +213,8 @@ class Engine:
                 s.starved_until.append(0.0)
                 s.tile_full.append(0.0)
                 s.consumer_free = opened + (op.open + self._queued() if op.open else 0.0)
+                if s.slow_us and task.op in CLAIMABLE:
+                    s.consumer_free += s.slow_us * task.tiles
                 s.slots_done = s.tiles_done = 0
             at = s.consumer_free
             while s.tiles_done < task.tiles:

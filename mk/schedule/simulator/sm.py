@@ -13,6 +13,7 @@ class SmState:
 
     ring: Ring
     todo: list[Task]  # descriptors that were not published yet, last first
+    slow_us: float = 0.0  # that this SM takes longer with each tile that a claimer could have taken elsewhere
     tasks: list[Task] = field(default_factory=list)  # published entries: descriptors, and tiles that were claimed
 
     # by entry
