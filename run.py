@@ -22,7 +22,7 @@ def enter_environment() -> None:
     if importlib.util.find_spec("hydra") and importlib.util.find_spec("torch"):
         return
     python = VENV / "bin" / "python"
-    if os.access(python, os.X_OK) and Path(sys.prefix).resolve() != VENV:
+    if os.access(python, os.X_OK) and Path(sys.prefix).resolve() != VENV.resolve():
         os.execv(python, [str(python), *sys.argv])
     print("error: the packages this needs are not installed\nhint: make run", file=sys.stderr)
     sys.exit(2)

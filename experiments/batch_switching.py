@@ -56,7 +56,8 @@ def check(cfg: Config) -> None:
     settings, server = cfg.experiment, cfg.server
     require_engine(cfg, server.slots)
     if len(server.sizes) < 2:
-        raise MkError(f"server.batches has no size beside server.slots={server.slots}", hint="'server.batches=[1]'")
+        hint = "server.slots=2 'server.batches=[1]'" if server.slots == 1 else "'server.batches=[1]'"
+        raise MkError(f"server.batches has no size beside server.slots={server.slots}", hint=hint)
     need = settings.context + settings.stagger * server.slots
     if need > server.context:
         raise MkError(
@@ -107,7 +108,7 @@ def append(cfg: Config, run: RunFolder, bench: Bench, rounds: dict[str, Rounds])
         "context": [settings.context] * rows,
     }
     itself = block_ratio(rounds[AGAIN].ms, rounds[SWITCHING].ms)
-    if settings.rounds > 1 and itself.detectable:
+    if itself.detectable:
         fields["unstable"] = f"{SWITCHING} differs from itself: ratio {itself.low:.4f} to {itself.high:.4f}"
     written: list[Row] = []
     for arm, of in rounds.items():
@@ -127,11 +128,12 @@ def append(cfg: Config, run: RunFolder, bench: Bench, rounds: dict[str, Rounds])
 
 
 def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
-    """block_ms: from the first step to the last of each round, in which all requests together get `tokens`, but for the
-    first of each; base_block_ms: of the arm it is compared with, round by round; steps_of: steps by batch size."""
+    """block_ms: from the first step's start to the last one's in each round, in which all requests together get
+    `tokens`, but for the first of each and the one of the last step; base_block_ms: of the arm it is compared with,
+    round by round; steps_of: steps by batch size."""
     mean_ms = sum(raw["block_ms"]) / len(raw["block_ms"])
     found: dict[str, Any] = {
-        "tok_s": (raw["tokens"] - row.batch) / mean_ms * 1e3,
+        "tok_s": (raw["tokens"] - row.batch - 1) / mean_ms * 1e3,
         "wall_s": mean_ms / 1e3,
         "steps": sum(raw["steps_of"].values()),
         "steps_of": raw["steps_of"],

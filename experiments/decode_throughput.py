@@ -56,6 +56,8 @@ def main(cfg: Config) -> int:
     """Exit status 0; whatever is wrong is an MkError. Without a card steps are simulated."""
     if not torch.cuda.is_available():
         check_settings(cfg)
+        if cfg.experiment.trace:
+            print("experiment.trace: there is none without a card")
         return simulated_variants.run(cfg, [(simulated_variants.ALONE, cfg)])
     run(cfg)
     return 0

@@ -72,7 +72,10 @@ class Client:
     def count(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> int:
         """Tokens of a conversation's prompt, by the server's /tokenize. Raises MkError for a server that has none."""
         asked = {"model": self.model, "messages": messages, "tools": tools}
-        return int(fetch(f"{self.url.removesuffix('/v1')}/tokenize", asked, self._timeout_s)["count"])
+        try:
+            return int(fetch(f"{self.url.removesuffix('/v1')}/tokenize", asked, self._timeout_s)["count"])
+        except MkError as error:
+            raise MkError(f"the rehearsal counts tokens: {error}", hint="experiment.warm=0 leaves it out") from error
 
     def ask(self, path: str, body: Mapping[str, Any]) -> Answer:
         """One answer to its end. Raises MkError for one that does not come, or breaks off."""

@@ -64,6 +64,7 @@ class DecodeThroughput:
 
     def __post_init__(self) -> None:
         require_one_of("experiment.launches", self.launches, ("step", "waves", "graph", "dependent"))
+        require_once("experiment.batches", self.batches)
 
 
 @dataclass(slots=True)
@@ -443,8 +444,8 @@ class BatchSwitching:
     rounds: int  # of each arm, after one more to warm up
 
     def __post_init__(self) -> None:
-        for key in ("context", "stagger", "rounds"):
-            require_at_least(f"experiment.{key}", getattr(self, key), 1)
+        for key, least in (("context", 1), ("stagger", 1), ("rounds", 2)):  # one round says nothing of an interval
+            require_at_least(f"experiment.{key}", getattr(self, key), least)
 
 
 @dataclass(slots=True)

@@ -138,7 +138,10 @@ def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
     axes = []
     for text, override in zip(overrides, _parse(overrides), strict=True):
         if override.is_sweep_override():
-            values = override.sweep_string_iterator()
+            try:
+                values = list(override.sweep_string_iterator())
+            except HydraException as error:  # a glob, an interval
+                raise MkError(f"{text}: cannot be expanded here", hint="a,b or range(a,b)") from error
             axes.append([f"{override.get_key_element()}={value}" for value in values])
         else:
             axes.append([text])

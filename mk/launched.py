@@ -7,10 +7,13 @@ one; it leaves its exit status, and a launcher its logs, in a folder of the swee
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 import secrets
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from unittest import mock
@@ -20,11 +23,14 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from experiments.processes import below, children, processes
 from mk import compose, loggers
 from mk.config import CONFIG_DIR
 from mk.errors import MkError, tell
+from mk.sources import ROOT
 
 KEY = "hydra/launcher"
+LAUNCHER_FAILED = 1  # with which Hydra ends the process, after it has printed why
 PLUGINS = {  # of each launcher: the extra that has it
     "joblib": "joblib",
     "submitit_local": "submitit",
@@ -52,7 +58,8 @@ def check(own: Sequence[str], multirun: bool) -> None:
     chosen = [text.partition("=")[2] for text in own if text.startswith(f"{KEY}=")]
     other = [text for text in own if not text.startswith((f"{KEY}=", "hydra.launcher."))]
     if other or len(chosen) != 1:
-        raise MkError(f"{(other or own)[0]}: only a launcher is taken from Hydra", hint=f"{KEY}={'|'.join(PLUGINS)}")
+        said = "two launchers" if len(chosen) > 1 else f"{(other or own)[0]}: only a launcher is taken from Hydra"
+        raise MkError(said, hint=f"{KEY}={'|'.join(PLUGINS)}")
     if chosen[0] not in PLUGINS:
         raise MkError(f"unknown launcher {KEY}={chosen[0]}", hint=", ".join(PLUGINS))
     extra = PLUGINS[chosen[0]]
@@ -61,22 +68,50 @@ def check(own: Sequence[str], multirun: bool) -> None:
 
 
 def launch(jobs: Sequence[Sequence[str]], overrides: Sequence[str], own: Sequence[str], run_dir: Path) -> list[int]:
-    """The exit status of each combination, 1 for one that left none.
+    """The exit status of each combination, 1 for one that left none: a launcher that fails ends what it has not begun.
 
     jobs: every combination of `overrides`, in order. own: of `check`. What a job prints goes where its launcher has it.
+    Raises MkError for a folder that cannot be made.
     """
     folder = (run_dir / f"{date.today().isoformat()}-launched-{secrets.token_hex(4)}").resolve()
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise MkError(f"cannot make the sweep's folder {folder}: {error.strerror}") from error
     name = loggers.sweep_name(jobs)
 
     def task(_: DictConfig) -> None:
         _run(HydraConfig.get().overrides.task, name, folder / f"status-{HydraConfig.get().job.num}")
 
-    arguments = [sys.argv[0], "--multirun", *map(compose.in_full, overrides), *QUIET, *own]
-    with mock.patch.object(sys, "argv", [*arguments, f"hydra.sweep.dir={folder}"]):
-        hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="config")(task)()
+    where = str(folder).replace("\\", "\\\\").replace("'", "\\'")
+    arguments = [*map(compose.in_full, overrides), *QUIET, *own, f"hydra.sweep.dir='{where}'"]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # of jobs that begin somewhere else
+    environment = mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths))
+    try:
+        with mock.patch.object(sys, "argv", [sys.argv[0], "--multirun", *arguments]), environment, _none_left():
+            hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="config")(task)()
+    except SystemExit as end:
+        if end.code != LAUNCHER_FAILED:
+            raise
     print(f"sweep folder: {folder}")
-    return [_status(folder / f"status-{number}") for number in range(len(jobs))]
+    statuses = [_status(folder / f"status-{number}") for number in range(len(jobs))]
+    if any(statuses) and (folder / ".submitit").exists():
+        print(f"what its jobs printed: {folder / '.submitit'}")
+    return statuses
+
+
+@contextlib.contextmanager
+def _none_left() -> Iterator[None]:
+    """Where this process is told to end, or its launcher fails, jobs that run on this machine end too."""
+    others = children(processes())
+    try:
+        yield
+    except BaseException:
+        found = processes()
+        for pid in below(children(found) - others, found):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        raise
 
 
 def _run(job: Sequence[str], sweep: str, status: Path) -> None:
@@ -89,7 +124,7 @@ def _run(job: Sequence[str], sweep: str, status: Path) -> None:
             config = compose.load_config(list(job))
             found = compose.experiment_main(config.experiment.name)(config) or 0
         except Exception as error:
-            found = tell(error, trace=False)
+            found = tell(error, os.environ.get("MK_TRACEBACK") == "1" or "debug=true" in job)
     status.write_text(str(found))
 
 

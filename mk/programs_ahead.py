@@ -58,7 +58,7 @@ def _make(results: Connection, programs: Mapping[int, Programs], context: int) -
 
 
 def _take(results: Connection, programs: Mapping[int, Programs]) -> None:
-    with suppress(EOFError, OSError):
+    with suppress(EOFError, OSError):  # it has sent all, or ended: what is missing is made where it is needed
         while True:
             (size, bucket, draws), program = results.recv()
             programs[size].put(bucket, draws, program)

@@ -46,7 +46,7 @@ def test_figures_are_of_the_rounds() -> None:
     row = SimpleNamespace(batch=2)
     raw: dict[str, Any] = {"block_ms": [50.0, 150.0], "tokens": 12, "steps_of": {"1": 6, "2": 10}}
     found = figures(row, raw)  # type: ignore[arg-type]
-    assert (found["tok_s"], found["wall_s"]) == (pytest.approx(100.0), pytest.approx(0.1))
+    assert (found["tok_s"], found["wall_s"]) == (pytest.approx(90.0), pytest.approx(0.1))
     assert (found["steps"], found["steps_of"]) == (16, raw["steps_of"])
     assert figures(row, raw | {"base_block_ms": [25.0, 75.0]})["ratio"] == pytest.approx(2.0)
 
@@ -88,6 +88,7 @@ def test_an_arm_that_differs_from_itself_marks_all(tmp_path: Path, monkeypatch: 
         ("server.batches=[]", "server.batches has no size beside server.slots=4"),
         ("experiment.context=250", "contexts of 266 tokens exceed server.context=256"),
         ("experiment.stagger=0", "experiment.stagger=0 must be at least 1"),
+        ("experiment.rounds=1", "experiment.rounds=1 must be at least 2"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, override: str, says: str) -> None:

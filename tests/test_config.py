@@ -253,6 +253,12 @@ def test_yaml_text_holds_the_resolved_configuration_and_its_hash() -> None:
     assert text.startswith(f"# config_hash: {config_hash(config)}\n")
 
 
+@pytest.mark.parametrize("override", ["placement=glob(*)", "gpu.sms=interval(1,2)"])
+def test_a_sweep_without_a_list_of_values_is_refused(override: str) -> None:
+    with pytest.raises(MkError, match=r"cannot be expanded here"):
+        expand_sweep([override])
+
+
 def test_sweeps_expand_to_every_combination() -> None:
     jobs = expand_sweep(["schedule=static,work_stealing", "model=nano", "batch.size=1,2", "batch.contexts=[1,2]"])
     assert jobs == [

@@ -65,7 +65,7 @@ def test_who_wants_a_prompts_logprobs_shares_no_chunk() -> None:
     chunks = watched(engine)
     answers = [Answer(prompt(9, seed), 3, **({"prompt_logprobs": 0} if seed == 1 else {})) for seed in range(3)]
     run(core(engine, prefill="pause", cache=False), *answers)
-    assert chunks == [[(0, 9)]] * 3
+    assert chunks == [[(0, 9)]] * 2  # before it and after it; its own logits are of every token
     assert len(answers[1].deliveries[0].prompt_logprobs or ()) == 9
 
 
@@ -105,6 +105,40 @@ def test_what_several_prompts_begin_with_is_computed_once(chunk: int) -> None:
         alone = Answer(answer.request.prompt, 3)
         run(core(scripted(rows=1), cache=False), alone)
         assert answer.sampled == alone.sampled
+
+
+@pytest.mark.parametrize("length", (63, 64, 65, 127, 128, 129, 256))
+def test_equal_prompts_take_two_passes_at_most(length: int) -> None:
+    """The block that a prompt ends with is never hit: nobody waits for it."""
+    engine = scripted(rows=4, pages={"full": 60, "sliding": 60})
+    chunks = watched(engine)
+    answers = [Answer(prompt(length, 1), 3) for _ in range(4)]
+    run(core(engine, chunk=2000, prefill="pause"), *answers)
+    before = (length - 1) // 64 * 64
+    again = [[(before, length - before)] * 3]
+    assert chunks == ([[(0, length)], *again] if before else [[(0, length)] * 4])
+    assert len({tuple(answer.tokens) for answer in answers}) == 1
+
+
+def test_a_prompt_is_counted_once_however_often_it_is_seated() -> None:
+    engine = scripted(rows=3, pages={"full": 5, "sliding": 6})
+    scheduler = core(engine, chunk=32, prefill="interleave")
+    answers = [Answer(prompt(length, length), 40) for length in (60, 190, 61)]
+    for answer in answers:
+        scheduler.submit(answer.request)
+        scheduler.tick()
+    first = scheduler.running[-1]
+    scheduler._preempt(first)  # which has nothing computed, and is seated again
+    finish(scheduler)
+    assert scheduler.totals.prompt_tokens == 60 + 190 + 61 and scheduler.totals.preemptions
+
+
+@pytest.mark.parametrize("length", (63, 64, 65, 127, 128, 129, 191))
+def test_every_tokens_logits_can_be_had_wherever_a_prompt_ends(length: int) -> None:
+    engine = scripted(rows=2)
+    answer = Answer(prompt(length, 1), 2, prompt_logprobs=0)
+    run(core(engine, chunk=200, cache=False), answer)
+    assert len(answer.deliveries[0].prompt_logprobs or ()) == length and answer.finish == "length"
 
 
 def test_a_prompt_waits_for_a_beginning_that_then_fails() -> None:

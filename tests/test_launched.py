@@ -6,11 +6,13 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from experiments.processes import below, processes
 from mk import launched
 from mk.errors import MkError
 from mk.rows import read_rows
@@ -47,6 +49,45 @@ def test_a_combination_that_fails_stops_no_other(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*-placement_ablation-*/rows.jsonl"))) == 1
 
 
+def test_a_sweep_may_be_started_anywhere_and_kept_under_any_name(tmp_path: Path) -> None:
+    runs = tmp_path / "a, b='c'"
+    quoted = str(runs).replace("'", "\\'")
+    command = [sys.executable, str(ROOT / "run.py"), "-m", *SMALL, f"run_dir='{quoted}'", "wave_order=default,parted"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run([*command, "hydra/launcher=submitit_local"], cwd=tmp_path, env=env, capture_output=True,
+                         text=True, timeout=240)  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert len(list(runs.glob("*-placement_ablation-*/rows.jsonl"))) == 2
+
+
+def test_a_launcher_that_fails_is_no_end_without_a_report(tmp_path: Path) -> None:
+    ran = sweep(tmp_path, "wave_order=default,parted", "hydra/launcher=joblib", "hydra.launcher.n_jobs=none")
+    assert ran.returncode == 1 and "2 of 2 combinations failed" in ran.stderr and "sweep folder: " in ran.stdout
+
+
+def test_what_is_told_to_end_leaves_no_job(tmp_path: Path) -> None:
+    mark = f"run_dir={tmp_path}"
+    large = ["experiment.batches=[8]", "model=north_mini_code", "gpu.sms=132", "wave_order=default,parted"]
+    command = [sys.executable, str(ROOT / "run.py"), "-m", *SMALL, *large, mark, "hydra/launcher=submitit_local"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while not list(tmp_path.glob("*/.submitit/*/*_log.out")) and time.monotonic() < end:
+        time.sleep(0.1)
+    started = below([process.pid], processes()) - {process.pid}
+    assert started
+    process.terminate()
+    assert process.wait(30) == 143
+    time.sleep(0.2)
+    assert not [pid for pid in started if pid in processes() and _state(pid) != "Z"]
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+    except OSError:
+        return "Z"
+
+
 @pytest.mark.parametrize(
     ("own", "multirun", "says"),
     [
@@ -54,6 +95,7 @@ def test_a_combination_that_fails_stops_no_other(tmp_path: Path) -> None:
         (["hydra/launcher=slurm"], True, "unknown launcher hydra/launcher=slurm"),
         (["hydra/launcher=joblib", "hydra.sweep.dir=x"], True, "hydra.sweep.dir=x: only a launcher is taken"),
         (["hydra.launcher.n_jobs=2"], True, "hydra.launcher.n_jobs=2: only a launcher is taken"),
+        (["hydra/launcher=joblib", "hydra/launcher=ray"], True, "two launchers"),
     ],
 )
 def test_what_launches_nothing_is_refused(own: list[str], multirun: bool, says: str) -> None:

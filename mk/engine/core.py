@@ -130,15 +130,12 @@ class Core:
     def _admit(self) -> None:
         while self._queue and None in self.slots:
             request = self._queue[0][1]
-            hit, new = self.seats.lookup(request), request.phase is Phase.WAITING
+            hit = self.seats.lookup(request)
             alone = all(slot is None for slot in self.slots)
             if not (alone or self.seats.fits(request, hit)) or not self.seats.seat(request, hit):
                 return  # later ones do not overtake it
             heapq.heappop(self._queue)
-            if new:
-                request.due.cached_tokens = request.cached
-                self.totals.prompt_tokens += len(request.prompt)
-                self.totals.cached_tokens += request.cached
+            self._count(request)
 
     def _preempt(self, request: Request) -> None:
         """Put a request back into the queue, where its arrival places it."""
@@ -217,7 +214,8 @@ class Core:
             if room == 0 or _alone(request) or request.phase is not Phase.PREFILL:
                 break
             self._look_again(request)
-            if not coming.isdisjoint(self.seats.filled(request, min(request.computed + PAGE, len(request.prompt)))):
+            shared = min(request.computed + PAGE, (len(request.prompt) - 1) // PAGE * PAGE)  # as far as it could hit
+            if not coming.isdisjoint(self.seats.filled(request, shared)):
                 continue
             hi = min(request.computed + room, len(request.prompt))
             try:
@@ -231,9 +229,16 @@ class Core:
 
     def _look_again(self, request: Request) -> None:
         """A prompt that has not been begun begins behind what others have computed of it by now."""
-        if more := self.seats.look_again(request):
-            request.due.cached_tokens = request.cached
-            self.totals.cached_tokens += more
+        if self.seats.look_again(request):
+            self._count(request)
+
+    def _count(self, request: Request) -> None:
+        """A prompt once, however often it is seated before it is begun, and what it has hit at most."""
+        if request.counted is None:
+            self.totals.prompt_tokens += len(request.prompt)
+        self.totals.cached_tokens += max(0, request.cached - (request.counted or 0))
+        request.counted = max(request.cached, request.counted or 0)
+        request.due.cached_tokens = request.cached
 
     def _note_prompt(self, request: Request, lo: int, logits: np.ndarray) -> None:
         """Logprobs of the prompt tokens after positions lo..; the first token of all has none."""

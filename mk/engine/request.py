@@ -108,6 +108,7 @@ class Request:
     slot: int = -1
     computed: int = 0  # tokens whose K and V are in its pages
     cached: int = 0  # of them, how many the prefix cache had
+    counted: int | None = None  # of those, how many totals have; None: they do not have the prompt either
     hashes: list[bytes] = field(default_factory=list)  # of its full blocks so far
     saved: dict[str, Any] = field(default_factory=dict)  # kind -> pages, while preempted
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)

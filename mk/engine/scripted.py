@@ -67,26 +67,28 @@ class ScriptedEngine:
         return None
 
     def prefill(self, row: int, tokens: Sequence[int], start: int = 0, every: bool = False) -> Logits:
-        (logits,) = self.prefill_together([Prompt(row, tokens, start)])
-        if every:
-            history = self._history(row, start + len(tokens))
-            return np.stack([self._logits(history[:n]) for n in range(start + 1, len(history) + 1)])
-        return logits
+        history = self._take_in(Prompt(row, tokens, start))
+        ends = range(start + 1, len(history) + 1) if every else [len(history)]
+        logits = np.stack([self._logits(history[:end]) for end in ends])
+        self.pages.release_window(row, len(history))
+        return logits if every else logits[0]
 
     @property
     def packs(self) -> bool:
         return True
 
     def prefill_together(self, prompts: Sequence[Prompt]) -> Sequence[Logits]:
-        found = []
-        for prompt in prompts:
-            self.pages.reserve(prompt.slot, prompt.end, since=prompt.start)
-            for position, token in enumerate(prompt.tokens, prompt.start):
-                self._write(prompt.slot, position, token)
-            found.append(self._logits(self._history(prompt.slot, prompt.end)))
+        found = [self._logits(self._take_in(prompt)) for prompt in prompts]
         for prompt in prompts:  # not before all went well
             self.pages.release_window(prompt.slot, prompt.end)
         return found
+
+    def _take_in(self, prompt: Prompt) -> list[int]:
+        """Write its tokens to its pages; all that they hold then."""
+        self.pages.reserve(prompt.slot, prompt.end, since=prompt.start)
+        for position, token in enumerate(prompt.tokens, prompt.start):
+            self._write(prompt.slot, position, token)
+        return self._history(prompt.slot, prompt.end)
 
     def step(
         self,

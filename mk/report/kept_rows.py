@@ -10,7 +10,10 @@ from typing import Any
 
 from mk.errors import MkError
 from mk.kept import EXECUTED, leaves_of, read_configs, within
+from mk.ring import SLOT_KB, window_for, windows_of
 from mk.rows import Row, read_raw, read_rows
+
+WINDOW = "engine.ring.window_kb"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,12 @@ class Kept:
     place: str  # h200/<run>/rows.jsonl:3
     config: Mapping[str, Any] | None  # resolved; None beside rows of schema 1
     raw: Path | None  # the file of its raw data; None of schema 1
+
+    @property
+    def window_kb(self) -> int | None:
+        """That a step of so many rows had; None beside rows whose configuration has none."""
+        value = self.leaf(WINDOW)
+        return value and SLOT_KB * window_for(windows_of(value), self.row.batch)
 
     @property
     def short(self) -> str:
@@ -85,6 +94,8 @@ def with_common_keys(rows: Sequence[Kept]) -> list[Kept]:
 def plan_of(kept: Kept) -> tuple[tuple[str, str], ...]:
     """What the row's configuration executes, by dotted key; the same for two that execute the same."""
     leaves = {"engine.trace": "none"} | dict(leaves_of(kept.config or {}))  # rows that are older than the leaf had none
+    if WINDOW in leaves:
+        leaves[WINDOW] = kept.window_kb
     return tuple(sorted((key, str(value)) for key, value in leaves.items() if within(key, EXECUTED)))
 
 

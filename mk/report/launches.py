@@ -249,4 +249,4 @@ def _mark(axes: Axes, ends: Mapping[str, float], lanes: int, longest: float) -> 
 
 
 def _th(number: int) -> str:
-    return f"{number}{ {2: 'nd', 3: 'rd'}.get(number, 'th') }"
+    return f"{number}{ {2: 'nd', 3: 'rd'}.get(number % 10 if number // 10 != 1 else 0, 'th') }"
