@@ -271,6 +271,7 @@ def kernel_rows(cfg: Config, within: RunFolder) -> list[Row]:
 
 @pytest.fixture
 def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_decode.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(decode_throughput, "check", lambda *_: None)
     monkeypatch.setattr(decode_throughput, "run", kernel_rows)
     monkeypatch.setattr("mk.step_figures.EXPERTS_AGREE", 0.1)  # nano has 4 expert layers: 32 steps say little
