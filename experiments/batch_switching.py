@@ -10,24 +10,19 @@ a row gets depends on no batch size.
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from experiments.arms import effect
 from experiments.prompts import sample_prompts
-from experiments.served_rig import Bench
+from experiments.served_rig import Bench, engine_fields, opened, require_context
 from mk.config import Config
 from mk.cuda_engine import CudaEngine
-from mk.engine.core import Core
 from mk.engines import require_engine
 from mk.errors import MkError
-from mk.model.opening import open_model
-from mk.rows import Row, dtype_of
+from mk.rows import Row
 from mk.runs import RunFolder
-from mk.server.launch import build_service
 from mk.step_figures import MS_DIGITS, block_ratio
 
 SWITCHING, LARGEST, AGAIN = "every size", "the largest alone", "every size (again)"
@@ -37,12 +32,9 @@ def main(cfg: Config) -> int:
     """Exit status: 0, or 1 where tokens differ, or the first arm differs from itself by the card's clock."""
     settings = cfg.experiment
     check(cfg)
-    with tempfile.TemporaryDirectory(prefix="mk-") as scratch:
-        model = open_model(cfg.model, cfg.weights, Path(scratch), "cuda" if cfg.engine.name == "cuda" else "cpu")
-        core = build_service(cfg, model).worker.core
-        policy = dataclasses.replace(core.policy, prefill="pause", cache=False, cache_generated=False)
-        prompts = sample_prompts(model.tokenizer, [settings.context] * cfg.server.slots)
-        with Bench(Core(core.engine, model.tokenizer.eos, policy)) as bench, RunFolder.create(cfg) as run:
+    with opened(cfg) as (core, tokenizer):
+        prompts = sample_prompts(tokenizer, [settings.context] * cfg.server.slots)
+        with Bench(core) as bench, RunFolder.create(cfg) as run:
             rows = append(cfg, run, bench, measured(bench, prompts, settings.stagger, settings.rounds))
             for row in rows:
                 print(line(row), flush=True)
@@ -58,11 +50,7 @@ def check(cfg: Config) -> None:
     if len(server.sizes) < 2:
         hint = "server.slots=2 'server.batches=[1]'" if server.slots == 1 else "'server.batches=[1]'"
         raise MkError(f"server.batches has no size beside server.slots={server.slots}", hint=hint)
-    need = settings.context + settings.stagger * server.slots
-    if need > server.context:
-        raise MkError(
-            f"contexts of {need} tokens exceed server.context={server.context}", hint=f"server.context={need}"
-        )
+    require_context(settings.context + settings.stagger * server.slots, server.context)
 
 
 @dataclasses.dataclass(slots=True)
@@ -101,9 +89,7 @@ def append(cfg: Config, run: RunFolder, bench: Bench, rounds: dict[str, Rounds])
     engine, settings, rows = bench.engine, cfg.experiment, cfg.server.slots
     first = rounds[SWITCHING].tokens[0]
     fields: dict[str, Any] = {
-        "engine": engine.name,
-        "dtype": dtype_of(engine.name, cfg.engine.numerics),
-        "build_hash": engine.runtime.build_hash if isinstance(engine, CudaEngine) else None,
+        **engine_fields(cfg, engine),
         "batch": rows,
         "context": [settings.context] * rows,
     }

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from experiments.served_rig import Ran
+from experiments.served_rig import Ran, engine_fields
 from mk.config import Config
 from mk.cuda_engine import CudaEngine
 from mk.engines import PagedEngine
 from mk.errors import MkError
-from mk.rows import Row, dtype_of
+from mk.rows import Row
 from mk.runs import RunFolder
 from mk.step_figures import MS_DIGITS, raw_steps
 
@@ -28,11 +28,7 @@ class Report:
     def __init__(self, cfg: Config, run: RunFolder, engine: PagedEngine) -> None:
         self.failed = False
         self._cfg, self._run, self._engine = cfg, run, engine
-        self._fields: dict[str, Any] = {
-            "engine": engine.name,
-            "dtype": dtype_of(engine.name, cfg.engine.numerics),
-            "build_hash": engine.runtime.build_hash if isinstance(engine, CudaEngine) else None,
-        }
+        self._fields = engine_fields(cfg, engine)
         clock = "the card" if isinstance(engine, CudaEngine) else "the host: there is no card here"
         print(f"engine {engine.name}, weights: {cfg.weights.name}; steps are timed by {clock}")
 

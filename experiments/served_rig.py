@@ -4,21 +4,55 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from mk.config import Config
+from mk.cuda_engine import CudaEngine
 from mk.decode_loop import DecodeLoop, LoopStep, Run
 from mk.engine.core import Core
 from mk.engine.request import Delivery, GenerationParams, Request
 from mk.engine.worker import Worker
+from mk.engines import PagedEngine
 from mk.errors import MkError
+from mk.model.opening import open_model
+from mk.model.tokenizer import Tokenizer
+from mk.rows import dtype_of
+from mk.server.launch import build_service
 from prefill.chunks import Prompt
 
 PATIENCE_S = 300.0  # of one request
+
+
+@contextmanager
+def opened(cfg: Config) -> Iterator[tuple[Core, Tokenizer]]:
+    """The configured engine's scheduler without a cache, which computes prompts first; and the model's tokenizer."""
+    with tempfile.TemporaryDirectory(prefix="mk-") as scratch:
+        model = open_model(cfg.model, cfg.weights, Path(scratch), "cuda" if cfg.engine.name == "cuda" else "cpu")
+        core = build_service(cfg, model).worker.core
+        policy = dataclasses.replace(core.policy, prefill="pause", cache=False, cache_generated=False)
+        yield Core(core.engine, model.tokenizer.eos, policy), model.tokenizer
+
+
+def require_context(need: int, context: int) -> None:
+    """Raises MkError for contexts of more tokens than `server.context`."""
+    if need > context:
+        raise MkError(f"contexts of {need} tokens exceed server.context={context}", hint=f"server.context={need}")
+
+
+def engine_fields(cfg: Config, engine: PagedEngine) -> dict[str, Any]:
+    """Of `Row`: what computes there."""
+    return {
+        "engine": engine.name,
+        "dtype": dtype_of(engine.name, cfg.engine.numerics),
+        "build_hash": engine.runtime.build_hash if isinstance(engine, CudaEngine) else None,
+    }
 
 
 class Asked:

@@ -7,29 +7,23 @@ process, in turn with the served ones; tokens that differ fail the run.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from experiments.device_clock import queued
 from experiments.prompts import sample_prompts
 from experiments.served_report import Report
-from experiments.served_rig import Asked, Bench, Ran
+from experiments.served_rig import Asked, Bench, Ran, opened, require_context
 from experiments.settings import ServedStep
 from mk.config import Config
 from mk.cuda_engine import CudaEngine
-from mk.engine.core import Core
 from mk.engines import PagedEngine, require_engine
 from mk.errors import MkError
-from mk.model.opening import open_model
 from mk.runs import RunFolder
 from mk.sampling import SamplingParams, sample_row
-from mk.server.launch import build_service
 from mk.step_params import HOST_STEPS
 
 GREEDY = SamplingParams()
@@ -43,13 +37,10 @@ def main(cfg: Config) -> int:
     """Exit status: 0, or 1 where a check failed."""
     settings = cfg.experiment
     check(cfg)
-    with tempfile.TemporaryDirectory(prefix="mk-") as scratch:
-        model = open_model(cfg.model, cfg.weights, Path(scratch), "cuda" if cfg.engine.name == "cuda" else "cpu")
-        core = build_service(cfg, model).worker.core
-        policy = dataclasses.replace(core.policy, prefill="pause", cache=False, cache_generated=False)
+    with opened(cfg) as (core, tokenizer):
         slots, longest = cfg.server.slots, max(settings.context, settings.prompt)
-        prompts = sample_prompts(model.tokenizer, [longest] * (slots + 1))
-        with Bench(Core(core.engine, model.tokenizer.eos, policy)) as bench, RunFolder.create(cfg) as run:
+        prompts = sample_prompts(tokenizer, [longest] * (slots + 1))
+        with Bench(core) as bench, RunFolder.create(cfg) as run:
             report = Report(cfg, run, bench.engine)
             begin = settings.context - settings.steps // settings.rounds // 2
             for batch in settings.batches:
@@ -87,11 +78,7 @@ def check(cfg: Config) -> None:
             f"a round of {settings.steps // settings.rounds} steps is more than the ring of {HOST_STEPS} holds",
             hint=f"experiment.rounds={settings.steps // HOST_STEPS + 1}",
         )
-    need = max(settings.context + settings.steps, settings.prompt + NEWCOMER_TOKENS)
-    if need > server.context:
-        raise MkError(
-            f"contexts of {need} tokens exceed server.context={server.context}", hint=f"server.context={need}"
-        )
+    require_context(max(settings.context + settings.steps, settings.prompt + NEWCOMER_TOKENS), server.context)
 
 
 # ---- the served step, and the engine's own ----

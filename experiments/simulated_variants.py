@@ -20,7 +20,7 @@ from mk.runs import RunFolder
 from mk.schedule.lower import Program
 from mk.schedule.simulate import costs_of, estimate, ring_of
 from mk.schedule.simulator.expand import Sample
-from mk.step_figures import MEASURED_ONLY, block_ratio, raw_steps, step_figures
+from mk.step_figures import block_ratio, raw_steps, simulated_figures
 
 BOUND = "no waits"  # what the arm of a bound is called
 ALONE = "as configured"  # the one of a configuration that is compared with nothing
@@ -105,9 +105,7 @@ def simulated(
     program = plan.lower(geometry, len(keys), bucket)
     ms = estimate(plan, geometry, sample, bucket, costs_of(gpu), ring_of(job.engine.ring, len(keys)), zero_wait) / 1e3
     raw = {**raw_steps([ms], list(sample.experts.values())), "block_ms": [ms]}
-    figures = {
-        name: value for name, value in step_figures(geometry, gpu, keys, raw).items() if name not in MEASURED_ONLY
-    }
+    figures = simulated_figures(geometry, gpu, keys, raw)
     if first is not None:
         raw["base_block_ms"] = run.raw_of(first)["block_ms"]
         figures |= {"ratio": block_ratio([ms], raw["base_block_ms"]).ratio, "ratio_to": first.digest}

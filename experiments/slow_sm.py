@@ -34,7 +34,7 @@ from mk.sampling import SamplingParams
 from mk.schedule.lower import Program
 from mk.schedule.simulate import costs_of, ring_of, simulate
 from mk.schedule.simulator.expand import Sample
-from mk.step_figures import MEASURED_ONLY, raw_steps, step_figures
+from mk.step_figures import raw_steps, simulated_figures, step_figures
 
 DEVICE = torch.device("cuda")
 SEED = 0
@@ -85,9 +85,7 @@ def main(cfg: Config) -> int:
         for one in runs:
             context = [settings.context] * settings.batch
             raw = raw_steps(one.step_ms, one.experts_by_layer)
-            figures = step_figures(g, cfg.gpu, context, raw)
-            if not measured:
-                figures = {name: value for name, value in figures.items() if name not in MEASURED_ONLY}
+            figures = (step_figures if measured else simulated_figures)(g, cfg.gpu, context, raw)
             row = run.row(
                 dtype="bfloat16",
                 batch=settings.batch,

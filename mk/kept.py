@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mk.errors import MkError
-from mk.ring import SLOT_KB, window_for, windows_of
+from mk.ring import window_kb_for
 from mk.rows import Row
 
 TEXTS = ("prompt", "prompts")  # of the configuration: they may begin with a slash and name no folder
@@ -156,8 +156,7 @@ def _axes(row: Row, config: Mapping[str, Any]) -> Axes:
         may |= {name: [row.engine] for name in ("schedule", "wave_order", "placement")}
     may["batch"] = experiment.get("batches") or [experiment.get("batch", config["batch"]["size"])]
     if row.window_kb is not None:
-        windows = windows_of(config["engine"]["ring"]["window_kb"])
-        may["window_kb"] = [SLOT_KB * window_for(windows, row.batch)]
+        may["window_kb"] = [window_kb_for(config["engine"]["ring"]["window_kb"], row.batch)]
     if isinstance(experiment.get("context"), int):
         may["context"] = [[experiment["context"]] * row.batch]
     if experiment["name"] in SET_BY_EXPERIMENT:

@@ -18,7 +18,7 @@ from mk.errors import MkError
 from mk.model.geometry import Geometry
 from mk.model.opening import geometry_of
 from mk.rows import Row
-from mk.step_figures import MEASURED_ONLY, block_ratio, median_ratio, step_figures
+from mk.step_figures import block_ratio, median_ratio, simulated_figures, step_figures
 
 Figures = Callable[[Row, dict[str, Any]], dict[str, Any]]
 KINDS = {  # raw["kind"]: where its function is
@@ -84,9 +84,9 @@ def _same(stands: Any, value: Any) -> bool:
 
 def steps(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
     """Of a decode's single steps, alone or beside those of another row."""
-    found = step_figures(geometry_of_row(row), card(row.gpu), row.context, raw)
+    figures_of = simulated_figures if row.clock == "simulated" else step_figures
+    found = figures_of(geometry_of_row(row), card(row.gpu), row.context, raw)
     if row.clock == "simulated":
-        found = {name: value for name, value in found.items() if name not in MEASURED_ONLY}
         if "base_block_ms" in raw:
             found["ratio"] = block_ratio(raw["block_ms"], raw["base_block_ms"]).ratio
         return found

@@ -17,6 +17,11 @@ def windows_of(window_kb: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(kb // SLOT_KB for kb in sizes)
 
 
+def window_kb_for(window_kb: int | Sequence[int], rows: int) -> int:
+    """What of `engine.ring.window_kb` a step of so many rows has."""
+    return SLOT_KB * window_for(windows_of(window_kb), rows)
+
+
 def window_for(windows: Sequence[int], rows: int) -> int:
     """Slots that an SM may have outstanding in a step of so many rows; windows: as of `windows_of`."""
     return windows[min(rows, len(windows)) - 1]

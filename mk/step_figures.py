@@ -74,6 +74,14 @@ def step_figures(geometry: Geometry, gpu: GpuConfig, contexts: Sequence[int], ra
     return found
 
 
+def simulated_figures(
+    geometry: Geometry, gpu: GpuConfig, contexts: Sequence[int], raw: dict[str, Any]
+) -> dict[str, Any]:
+    """As `step_figures`, of one step by the simulator."""
+    found = step_figures(geometry, gpu, contexts, raw)
+    return {name: value for name, value in found.items() if name not in MEASURED_ONLY}
+
+
 def median_ratio(over: Sequence[float], under: Sequence[float], seed: int = 0) -> Ratio:
     """Median of `over` by median of `under`; the interval resamples blocks of `BLOCK` consecutive steps of each."""
     rng = np.random.default_rng(seed)

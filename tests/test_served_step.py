@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import mk.engines
-from experiments import served_step
+from experiments import served_rig, served_step
 from experiments.served_figures import between_tokens
 from experiments.served_report import by_kind
 from experiments.served_rig import Ran
@@ -85,8 +85,8 @@ def stand_in(fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> FakeL
 
     monkeypatch.setattr(mk.engines, "CudaEngine", engine)
     monkeypatch.setattr("mk.build.build", fake_build)
-    open_model = functools.partial(served_step.open_model)
-    monkeypatch.setattr(served_step, "open_model", lambda model, weights, at, device: open_model(model, weights, at))
+    open_model = functools.partial(served_rig.open_model)
+    monkeypatch.setattr(served_rig, "open_model", lambda model, weights, at, device: open_model(model, weights, at))
     return fake_device
 
 

@@ -70,10 +70,7 @@ class Seats:
             if request.phase is Phase.PREEMPTED:
                 self._bring_back(request, slot)
             else:
-                if hit.blocks and self.cache:
-                    self.pages.adopt(slot, hit.blocks, hit.pages)
-                    self.cache.touch(request.hashes[: hit.blocks])
-                request.computed = request.cached = hit.blocks * PAGE
+                self._begin_behind(request, slot, hit)
         except OutOfPages:
             self.pages.free(slot)
             return False
@@ -85,13 +82,18 @@ class Seats:
         """Tokens of a seated request's prompt that others have computed since it was; it begins behind them."""
         hit = self.lookup(request)
         more = hit.blocks * PAGE - request.computed
-        if self.cache is None or more <= 0:
+        if more <= 0:
             return 0
         self.pages.free(request.slot)
-        self.pages.adopt(request.slot, hit.blocks, hit.pages)
-        self.cache.touch(request.hashes[: hit.blocks])
-        request.computed = request.cached = hit.blocks * PAGE
+        self._begin_behind(request, request.slot, hit)
         return more
+
+    def _begin_behind(self, request: Request, slot: int, hit: Hit) -> None:
+        """Share a hit's pages with an empty slot, whose request has that much computed then."""
+        if hit.blocks and self.cache:
+            self.pages.adopt(slot, hit.blocks, hit.pages)
+            self.cache.touch(request.hashes[: hit.blocks])
+        request.computed = request.cached = hit.blocks * PAGE
 
     def save(self, request: Request) -> None:
         """Copy what a request has computed to host memory, and give its slot and pages back."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from mk.errors import MkError
 from mk.kept import EXECUTED, leaves_of, read_configs, within
-from mk.ring import SLOT_KB, window_for, windows_of
+from mk.ring import window_kb_for
 from mk.rows import Row, read_raw, read_rows
 
 WINDOW = "engine.ring.window_kb"
@@ -30,7 +30,7 @@ class Kept:
     def window_kb(self) -> int | None:
         """That a step of so many rows had; None beside rows whose configuration has none."""
         value = self.leaf(WINDOW)
-        return value and SLOT_KB * window_for(windows_of(value), self.row.batch)
+        return value and window_kb_for(value, self.row.batch)
 
     @property
     def short(self) -> str:
