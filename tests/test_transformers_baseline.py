@@ -16,10 +16,10 @@ from mk.model.greedy_oracle import transformers_state
 from mk.model.random_weights import RandomWeights
 from mk.rows import read_rows
 from tests.interpreter_rig import NANO_GEOMETRY
-from tests.test_vllm_baseline import SMALL, no_card
+from tests.test_vllm_baseline import SMALL, rows_of_no_kernel
 from tests.tiny_model import tiny_geometry
 
-__all__ = ["no_card"]
+__all__ = ["rows_of_no_kernel"]
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(1, 293, (100,), generator=torch.Generator().manual_seed(2))
@@ -96,7 +96,7 @@ def config(folder: Path, *more: str) -> list[str]:
     return ["experiment=transformers_decode", *nano, "experiment.routings=[uniform]", *more]
 
 
-@pytest.mark.usefixtures("no_card")
+@pytest.mark.usefixtures("rows_of_no_kernel")
 def test_rows_beside_the_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert transformers_decode.main(load_config(config(tmp_path, "experiment.steps=24"))) == 0
     (path,) = tmp_path.glob("*/rows.jsonl")
@@ -111,7 +111,7 @@ def test_rows_beside_the_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "transformers / kernel" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("no_card")
+@pytest.mark.usefixtures("rows_of_no_kernel")
 def test_what_cannot_be_measured_is_named_and_the_kernels_rows_are_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

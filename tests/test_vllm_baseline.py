@@ -147,7 +147,7 @@ def slow_python(folder: Path) -> Path:
         ([f"baseline.vllm.site={SITE.parent}"], "site=.*tests has no vLLM"),
     ],
 )
-@pytest.mark.usefixtures("no_card")
+@pytest.mark.usefixtures("said_to_have_a_card")
 def test_a_vllm_that_is_not_where_it_is_configured_is_an_error_before_anything_runs(
     overrides: list[str], message: str, tmp_path: Path
 ) -> None:
@@ -270,11 +270,17 @@ def kernel_rows(cfg: Config, within: RunFolder) -> list[Row]:
 
 
 @pytest.fixture
-def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_decode.torch.cuda, "is_available", lambda: True)
+def rows_of_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's rows are `kernel_rows`, with or without a card."""
     monkeypatch.setattr(decode_throughput, "check", lambda *_: None)
     monkeypatch.setattr(decode_throughput, "run", kernel_rows)
     monkeypatch.setattr("mk.step_figures.EXPERTS_AGREE", 0.1)  # nano has 4 expert layers: 32 steps say little
+
+
+@pytest.fixture
+def said_to_have_a_card(rows_of_no_kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch says that there is a card; for tests in which nothing of torch would then be put on it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
 def run_of(folder: Path) -> list[Row]:
@@ -282,7 +288,7 @@ def run_of(folder: Path) -> list[Row]:
     return read_rows(path)
 
 
-@pytest.mark.usefixtures("no_card")
+@pytest.mark.usefixtures("said_to_have_a_card")
 def test_rows_of_both_engines_for_both_routings_and_their_ratio(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -308,7 +314,7 @@ def test_rows_of_both_engines_for_both_routings_and_their_ratio(
     assert out.count("[") >= 4 and "missing" not in out and "attention_backend FLASH_ATTN 3" in out
 
 
-@pytest.mark.usefixtures("no_card")
+@pytest.mark.usefixtures("said_to_have_a_card")
 def test_no_ratio_where_experts_were_not_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,7 +326,7 @@ def test_no_ratio_where_experts_were_not_counted(
     assert capsys.readouterr().out.count("no ratio: experts not counted") == 2
 
 
-@pytest.mark.usefixtures("no_card")
+@pytest.mark.usefixtures("said_to_have_a_card")
 def test_no_ratio_where_experts_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mk.step_figures.EXPERTS_AGREE", 1e-9)
     assert vllm_decode.main(config(f"run_dir={tmp_path}", "experiment.routings=[uniform]")) == 0
@@ -328,7 +334,7 @@ def test_no_ratio_where_experts_differ(tmp_path: Path, monkeypatch: pytest.Monke
     assert two.ratio is None and two.distinct_experts is not None
 
 
-@pytest.mark.usefixtures("no_card")
+@pytest.mark.usefixtures("said_to_have_a_card")
 def test_without_vllm_the_kernel_is_measured_and_the_table_says_how_to_install_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -338,7 +344,7 @@ def test_without_vllm_the_kernel_is_measured_and_the_table_says_how_to_install_i
     assert "vLLM is missing" in out and "pip install vllm" in out and out.count("missing") == 5
 
 
-@pytest.mark.usefixtures("no_card")
+@pytest.mark.usefixtures("said_to_have_a_card")
 def test_a_vllm_that_fails_fails_the_run_but_not_the_kernels_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
