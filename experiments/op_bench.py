@@ -4,8 +4,9 @@ A sweep runs one operation in every layer that has it, so that weights and KV co
 read full of something else. The kernel's operations are parts of a step (mk/schedule/cut.py), launched on what a whole
 step has left in memory: those that need the routing make it again, top-k included. Bytes are those that the operation
 must read. torch computes on noise of the same shapes, from memory layouts of its own choice. A ratio stands only where
-both do the same from the same inputs: what torch does in one and the kernel in two waves is timed as one (`TOGETHER`),
-and each wave alone has no ratio. To the kernel's cost, products apply the norm and every wave of experts its own top-k.
+both do the same from the same inputs: what torch does in one and the kernel in two waves is timed as one
+(experiments/op_parts.py), and each wave alone has no ratio. To the kernel's cost, products apply the norm and every
+wave of experts its own top-k. Without a card the kernel's operations are simulated.
 """
 
 from __future__ import annotations
@@ -16,40 +17,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments import op_torch
-from experiments.arms import effect
-from experiments.decode_throughput import KV_STD, check, open_runtime, plans
+from experiments import op_simulated, op_torch
+from experiments.decode_throughput import KV_STD, check, check_settings, open_runtime, plans
 from experiments.device_weights import hold_weights
-from experiments.forced_routing import distinct_experts
+from experiments.forced_routing import distinct_experts, forced_ids
 from experiments.kernel_checks import fill, same_bits
+from experiments.op_figures import COLUMNS, line, told
+from experiments.op_parts import chosen, operations_of
 from mk.build import build_for
 from mk.config import Config
 from mk.errors import MkError
-from mk.isa import ISA, Word
 from mk.kv import KINDS, PageAllocator
 from mk.launches import OperationLaunches
+from mk.model.opening import geometry_of
 from mk.rows import Row
 from mk.runs import RunFolder
-from mk.schedule.cut import cut, waves_of
+from mk.schedule.cut import cut
 from mk.schedule.lower import Program
-from mk.validation import require_one_of
 
 DEVICE = torch.device("cuda")
 FLUSH = 4  # times the L2 that is read between sweeps
-TOGETHER = {  # operations that are waves one after the other; of the last one's, those that the plan has
-    "routing": ("router", "topk"),
-    "attention_full": ("attn_full", "attn_combine"),
-    "attention_sliding": ("attn_sliding", "attn_combine"),
-    "moe_output": ("moe_down", "moe_combine"),  # an owner of strips adds its experts up in moe_down
-}
-
-
-Operations = dict[str, list[list[int]]]
-"""By name, for each layer that has it the parts of `waves_of` that it is."""
 
 
 def main(cfg: Config) -> int:
     """Exit status 0; whatever is wrong is an MkError."""
+    check_settings(cfg)
+    if forced_ids(cfg.routing, geometry_of(cfg.model), 1, 1) is None:
+        raise MkError(f"op_bench needs to know the experts, not routing={cfg.routing.name}", hint="routing=uniform")
+    if not torch.cuda.is_available():
+        return op_simulated.run(cfg)
     check(cfg)
     held = hold_weights(cfg, DEVICE)
     g = held.source.geometry
@@ -59,13 +55,10 @@ def main(cfg: Config) -> int:
     assert isinstance(runtime, OperationLaunches)
     flush = torch.zeros(FLUSH * (cfg.gpu.l2_mb or 1) * 2**18, device=DEVICE)
     with RunFolder.create(cfg) as run:
-        print(_line(*COLUMNS), flush=True)
+        print(line(*COLUMNS), flush=True)
         for batch in cfg.experiment.batches:
             ids = routes[batch]
-            if ids is None:
-                raise MkError(
-                    f"op_bench needs to know the experts, not routing={cfg.routing.name}", hint="routing=uniform"
-                )
+            assert ids is not None
             bench = KernelOperations(cfg, runtime, programs[batch], ids[0], flush)
             inputs = op_torch.Inputs(g, [cfg.experiment.context] * batch, ids[0], DEVICE)
             for name in chosen(cfg.experiment.operations, bench.operations):
@@ -75,36 +68,6 @@ def main(cfg: Config) -> int:
                     torch_row(cfg, run, inputs, name, method, own if alike and not draws else None, bench, flush)
         print(f"run folder: {run.path}")
     return 0
-
-
-def chosen(wanted: list[str] | None, operations: Operations) -> list[str]:
-    """Raises MkError for an operation that the plan has not, or not alone."""
-    for name in wanted or ():
-        require_one_of("experiment.operations", name, operations)
-    return list(operations) if wanted is None else wanted
-
-
-def operations_of(program: Program) -> Operations:
-    """Those that are a part alone, by the wave's name, with attention by kind of layer; then those of `TOGETHER`.
-
-    A part may make the routing again; one that makes more again is none of these. The head goes with what samples.
-    """
-    found: dict[str, dict[int, int]] = {}  # by layer
-    topk = ISA.named("topk").opcode
-    for number, part in enumerate(waves_of(program)):
-        assert part.cut is not None
-        layer, wave = part.cut.name.split("-")[0].split(".", 1)
-        opcodes = set(part.words[:, Word.OPCODE].tolist()) - {topk}
-        if wave != "lm_head" and any(ISA.rows[opcode].wave != wave.split(".")[0] for opcode in opcodes):
-            continue
-        name = f"attn_{program.shape.geometry.layer_kinds[int(layer)]}" if wave == "attn" else wave
-        found.setdefault(name, {})[int(layer)] = number
-    operations = {name: [[part] for part in by_layer.values()] for name, by_layer in found.items()}
-    for name, waves in TOGETHER.items():
-        here = [found[wave] for wave in waves if wave in found]
-        if waves[0] in found:
-            operations[name] = [[by_layer[layer] for by_layer in here] for layer in here[0]]
-    return operations
 
 
 class KernelOperations:
@@ -160,7 +123,7 @@ class KernelOperations:
             checks={"schedule_verified": True, "bits_of_the_step": True},
         )
         row = run.append_row(row, raw)
-        print(_told(row, "kernel"), flush=True)
+        print(told(row, "kernel"), flush=True)
         return row, times
 
 
@@ -192,7 +155,7 @@ def torch_row(
         base, raw["base_sweep_ms"] = own
         axes["ratio_to"] = base.digest
     row = run.measured(raw, engine="torch", dtype="bfloat16", build_hash=None, **axes)
-    print(_told(run.append_row(row, raw), f"torch {method}"), flush=True)
+    print(told(run.append_row(row, raw), f"torch {method}"), flush=True)
 
 
 def graphed(work: Sequence[op_torch.Run]) -> Callable[[], object]:
@@ -217,17 +180,3 @@ def sweeps(launch: Callable[[int], object], flush: Tensor, warmup: int, count: i
         end.record()
     torch.cuda.synchronize()
     return [begin.elapsed_time(end) for begin, end in events]
-
-
-COLUMNS = ("operation", "by", "batch", "us", "MB", "GB/s", "% nominal", "to the kernel [95 %]")
-
-
-def _told(row: Row, by: str) -> str:
-    size = ("-", "-", "-")
-    if row.kernel_bytes is not None:
-        size = (f"{row.kernel_bytes / 1e6:.1f}", f"{row.gb_s:.0f}", f"{row.pct_nominal:.1f}")
-    return _line(row.kernel or "", by, f"{row.batch}", f"{(row.p50_ms or 0) * 1e3:.2f}", *size, effect(row))
-
-
-def _line(name: str, by: str, *figures: str) -> str:
-    return f"{name:19}{by:19}" + "".join(figure.rjust(10) for figure in figures[:-1]) + f"  {figures[-1]}"

@@ -9,12 +9,16 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from mk.config import Config
+from mk.device import DeviceFacts
+from mk.errors import MkError
 from mk.kv import KINDS, PAGE, PageAllocator, blocks_of, first_visible, kv_layers, pages_for_contexts
 from mk.model.geometry import Geometry
 from mk.model.packing import PackedWeights
 from mk.page_layout import unpack_keys, unpack_values
 from mk.step_params import KV_BLOCK
 from prefill.activations import Activations
+from prefill.interpreted import require_interpreter
 from prefill.tiles import Tiles
 from prefill.triton_prefill import TritonPrefill
 
@@ -49,6 +53,26 @@ def poison(acts: Activations, g: Geometry) -> None:
         (acts.weight_of, g.top_k),
     ):
         buffer[:, :width] = torch.nan
+
+
+def device_of(cfg: Config) -> torch.device:
+    """Where prefill runs that is timed: on the card that `gpu` names, or of gpu=cpu in Triton's interpreter.
+
+    Raises MkError for a card that is not here, or is another one.
+    """
+    if cfg.gpu.kind == "cpu":
+        require_interpreter()
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        hint = "gpu=cpu model=nano weights=checkpoint, and small sizes, for Triton's interpreter"
+        raise MkError(f"{cfg.experiment.name} on gpu={cfg.gpu.name} needs a GPU, and torch sees none here", hint=hint)
+    DeviceFacts.read().require(cfg.gpu)
+    return torch.device("cuda")
+
+
+def engine_on(device: torch.device) -> str:
+    """A row's `engine`."""
+    return "cuda" if device.type == "cuda" else "interpreter"
 
 
 class Rig:

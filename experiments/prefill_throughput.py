@@ -2,7 +2,7 @@
 
 The rate counts 2 operations an active weight and token and 4 a visible (query, key) pair and dim, and stands beside
 that of a large product by torch in the same run. TTFT is by the host's clock, from the call to the first tokens on the
-host.
+host. With gpu=cpu the kernels run in Triton's interpreter, whose times say nothing of theirs on a card.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from experiments.device_clock import stopwatch
 from experiments.device_weights import open_weights, pack
 from experiments.kernel_checks import NOISE_RATIO, consult, relative_error, same_bits
-from experiments.prefill_rates import matrix_tflop_s
-from experiments.prefill_rig import Rig
-from experiments.prefill_tiles import matrix_ms
+from experiments.prefill_rates import Matrix
+from experiments.prefill_rig import Rig, device_of, engine_on
 from mk.config import Config
-from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.model.packing import PackedWeights
 from mk.model.tensors import WeightSource
@@ -27,7 +26,6 @@ from mk.rows import Row
 from mk.runs import RunFolder
 from prefill.chunks import Prompt
 
-DEVICE = torch.device("cuda")
 SHORT = 17  # tokens of a prompt that the checked one is packed with, and where that is cut
 
 
@@ -57,16 +55,13 @@ class Bench:
     def measure(self, slots: int, length: int) -> Timing:
         """Of calls with fresh pages each; the first, which compiles, is not counted."""
         settings = self.cfg.experiment
-        rig = self.open(slots, length)
+        rig, device = self.open(slots, length), self.weights.slots.device
         prompts = [Prompt(slot, self.tokens(length, slot)) for slot in range(slots)]
         timing = Timing([], [])
         for repeat in range(settings.repeats + 1):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            begin.record()
-            logits = rig.prefill.forward(rig.pages, prompts)
-            end.record()
+            with stopwatch(device) as device_ms:
+                started = time.perf_counter()
+                logits = rig.prefill.forward(rig.pages, prompts)
             best = logits.max(-1)
             finite = best.values.isfinite().all().item()  # and so the tokens are on the host
             host = (time.perf_counter() - started) * 1e3
@@ -75,7 +70,7 @@ class Bench:
             if not finite:
                 raise MkError(f"{slots} x {length} tokens: a logit is not finite")
             if repeat:
-                timing.device.append(begin.elapsed_time(end))
+                timing.device.append(device_ms())
                 timing.host.append(host)
             if sum(timing.host) > settings.time_limit_s * 1e3:
                 break
@@ -86,23 +81,20 @@ def main(cfg: Config) -> int:
     """Exit status 0; whatever is wrong is an MkError."""
     if cfg.prefill.name != "triton":
         raise MkError(f"prefill_throughput times Triton's, not prefill={cfg.prefill.name}", hint="prefill=triton")
-    if not torch.cuda.is_available():
-        hint = "experiment=quickstart prefill=triton runs the same kernels in Triton's interpreter"
-        raise MkError("prefill_throughput needs a GPU, and torch sees none here", hint=hint)
-    DeviceFacts.read().require(cfg.gpu)
-    settings, source = cfg.experiment, open_weights(cfg, DEVICE)
-    bench = Bench(cfg, pack(source, DEVICE))
+    device = device_of(cfg)
+    settings, source = cfg.experiment, open_weights(cfg, device)
+    bench = Bench(cfg, pack(source, device))
     with RunFolder.create(cfg) as run:
         checks, error = check(bench, source, settings.check_tokens)
-        matrix = matrix_ms(DEVICE)
-        print(f"torch's bf16 product: {matrix_tflop_s(matrix):.0f} TFLOP/s\n{_line(*COLUMNS)}", flush=True)
+        matrix = Matrix.measure(device)
+        print(f"{matrix.told}\n{_line(*COLUMNS)}", flush=True)
         for rows, length in [(1, n) for n in settings.lengths] + [(settings.packed_rows, n) for n in settings.packed]:
             timing = bench.measure(rows, length)
-            times = {"call_ms": timing.device, "host_ms": timing.host, "matrix_ms": matrix}
-            raw = {"kind": "prefill_calls", **times}
+            times = {"call_ms": timing.device, "host_ms": timing.host}
+            raw = {"kind": "prefill_calls", **times, **matrix.raw}
             row = run.measured(
                 raw,
-                engine="cuda",
+                engine=engine_on(device),
                 dtype="bfloat16",
                 batch=rows,
                 context=[length] * rows,
@@ -124,7 +116,7 @@ def check(bench: Bench, source: WeightSource, length: int) -> tuple[dict[str, bo
     when one fails.
     """
     started, tokens = time.perf_counter(), bench.tokens(length, seed=1)
-    oracle = consult(source, torch.tensor(tokens), DEVICE)
+    oracle = consult(source, torch.tensor(tokens), bench.weights.slots.device)
     print(f"reference of {length} tokens in {time.perf_counter() - started:.1f} s", flush=True)
     ids = oracle.ids.transpose(0, 1).contiguous()
     rig = bench.open(1, length)
@@ -146,7 +138,8 @@ def check(bench: Bench, source: WeightSource, length: int) -> tuple[dict[str, bo
 def _packed(bench: Bench, tokens: list[int]) -> Tensor:
     """Logits [vocab] after the tokens beside a short prompt, chunks ending inside of both."""
     rig = bench.open(2, len(tokens), chunk=len(tokens) // 2 + 5)
-    return rig.prefill.forward(rig.pages, [Prompt(1, bench.tokens(SHORT, seed=2)), Prompt(0, tokens)])[1]
+    short = bench.tokens(min(SHORT, len(tokens)), seed=2)
+    return rig.prefill.forward(rig.pages, [Prompt(1, short), Prompt(0, tokens)])[1]
 
 
 def _continued(bench: Bench, tokens: list[int]) -> Tensor:
@@ -162,7 +155,7 @@ COLUMNS = ("prompts", "tokens each", "p50 ms", "TTFT ms", "tokens/s", "TFLOP/s",
 
 def _cells(row: Row) -> str:
     figures = (row.p50_ms, row.ttft_ms, row.prefill_tok_s, row.tflop_s, row.pct_matrix)
-    shown = [f"{figure:.1f}" for figure in figures if figure is not None]
+    shown = [f"{figure:.1f}" if figure >= 1 else f"{figure:.2g}" for figure in figures if figure is not None]
     return _line(str(row.batch), str(row.context[0]), *shown, str(row.steps))
 
 

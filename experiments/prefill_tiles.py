@@ -1,4 +1,7 @@
-"""Time the prefill's heavy kernels one by one, each with several tile sizes, beside a plain product by torch."""
+"""Time the prefill's heavy kernels one by one, each with several tile sizes, beside a plain product by torch.
+
+With gpu=cpu they run in Triton's interpreter, by the host's clock: that every tile works, and nothing of its speed.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from experiments.device_clock import queued
+from experiments.device_clock import one_by_one
 from experiments.device_weights import open_weights, pack
-from experiments.prefill_rates import MATRIX, matrix_tflop_s
+from experiments.prefill_rates import Matrix
+from experiments.prefill_rig import device_of, engine_on
 from mk.config import Config
-from mk.device import DeviceFacts
-from mk.errors import MkError
 from mk.kv import KINDS, PageAllocator, blocks_of, kv_layers
 from mk.model.geometry import Geometry
 from mk.model.packing import PackedWeights
@@ -25,8 +27,6 @@ from prefill.chunks import Piece, Prompt, token_tiles
 from prefill.tiles import HOPPER, AttentionTile, ProductTile, Tiles
 from prefill.triton_prefill import TritonPrefill
 
-DEVICE = torch.device("cuda")
-WARMUP = 3  # launches, the first of which compiles
 PLAIN = (
     ProductTile(128, 256, 64, warps=8, stages=4),
     ProductTile(128, 256, 64, warps=8, stages=3),
@@ -68,34 +68,32 @@ def main(cfg: Config) -> int:
     """Exit status 0; whatever is wrong is an MkError."""
     for kernel in cfg.experiment.kernels:
         require_one_of("experiment.kernels", kernel, ("qkv", "o", "up", "down", "attention_full", "attention_sliding"))
-    if not torch.cuda.is_available():
-        raise MkError("prefill_tiles needs a GPU, and torch sees none here")
-    DeviceFacts.read().require(cfg.gpu)
-    weights = pack(open_weights(cfg, DEVICE), DEVICE)
-    matrix = matrix_ms(DEVICE)
-    print(f"torch's product of {MATRIX} cubed: {matrix_tflop_s(matrix):.0f} TFLOP/s\n{_line(*COLUMNS)}", flush=True)
+    device = device_of(cfg)
+    weights = pack(open_weights(cfg, device), device)
+    matrix = Matrix.measure(device)
+    print(f"{matrix.told}\n{_line(*COLUMNS)}", flush=True)
     with RunFolder.create(cfg) as run:
         for kernel, tile, times in sweep(cfg, weights):
-            raw = {"kind": "kernel_launches", "launch_ms": times, "matrix_ms": matrix}
+            raw = {"kind": "kernel_launches", "launch_ms": times, **matrix.raw}
             axes = {"batch": 1, "context": [cfg.experiment.tokens], "kernel": kernel, "tile": tile}
-            row = run.append_row(run.measured(raw, engine="cuda", dtype="bfloat16", **axes), raw)
+            row = run.append_row(run.measured(raw, engine=engine_on(device), dtype="bfloat16", **axes), raw)
             us = (row.p50_ms or 0.0) * 1e3
-            print(_line(kernel, tile, f"{us:.1f}", f"{row.tflop_s:.0f}", f"{row.pct_matrix:.1f}"), flush=True)
+            print(_line(kernel, tile, f"{us:.1f}", f"{row.tflop_s:.3g}", f"{row.pct_matrix:.1f}"), flush=True)
         print(f"run folder: {run.path}")
     return 0
 
 
 def sweep(cfg: Config, weights: PackedWeights) -> Iterator[tuple[str, str, list[float]]]:
     """(kernel, tile, milliseconds of its launches), until the time is up."""
-    settings, g = cfg.experiment, weights.geometry
+    settings, g, device = cfg.experiment, weights.geometry, weights.slots.device
     tokens, blocks, started = settings.tokens, blocks_of(settings.tokens), time.perf_counter()
     shape = {kind: (blocks, max(1, len(kv_layers(g, kind))), g.kv_heads, 2, KV_BLOCK) for kind in KINDS}
-    pools = {kind: torch.zeros(shape[kind], dtype=torch.bfloat16, device=DEVICE) for kind in KINDS}
+    pools = {kind: torch.zeros(shape[kind], dtype=torch.bfloat16, device=device) for kind in KINDS}
     prefill = TritonPrefill(weights, pools, tokens, tokens, products="torch")  # which brings the scratch for that
     ids = torch.randint(g.vocab, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
     pages = PageAllocator(g, dict.fromkeys(KINDS, blocks), 1, blocks, seed=0)
     pages.reserve(0, tokens, since=0)
-    tables = {kind: torch.from_numpy(pages.table[kind]).short().to(DEVICE) for kind in KINDS}
+    tables = {kind: torch.from_numpy(pages.table[kind]).short().to(device) for kind in KINDS}
     prefill.forward(pages, [Prompt(0, ids)])  # real activations, and a routing
     for case in _cases(g, tokens, prefill, tables):
         if case.kernel not in settings.kernels:
@@ -109,7 +107,7 @@ def sweep(cfg: Config, weights: PackedWeights) -> Iterator[tuple[str, str, list[
             if case.kernel in ("up", "down"):
                 prefill.launch.route(g.sparse_layers[0], None)
             try:
-                times = milliseconds(case.launch, settings.repeats)
+                times = one_by_one(case.launch, settings.repeats, device)
             except Exception as error:  # a tile that does not fit says so, and the next one is tried
                 print(f"{case.kernel} {_name(tile)}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
                 continue
@@ -148,7 +146,8 @@ def _cases(g: Geometry, tokens: int, prefill: TritonPrefill, tables: dict[str, t
         return Case(f"attention_{kind}", ATTENTIONS, ("attention",), launched)
 
     pieces = [Piece(0, 0, 0, tokens, True)]
-    rows_of = {n: torch.from_numpy(token_tiles(pieces, n)).to(DEVICE) for n in {tile.tokens for tile in ATTENTIONS}}
+    heights = {tile.tokens for tile in ATTENTIONS}
+    rows_of = {n: torch.from_numpy(token_tiles(pieces, n)).to(prefill.device) for n in heights}
     return [
         experts("up", lambda: launch.up(sparse)),
         experts("down", lambda: launch.down(sparse)),
@@ -157,19 +156,6 @@ def _cases(g: Geometry, tokens: int, prefill: TritonPrefill, tables: dict[str, t
         plain("qkv", lambda: launch.qkv(sparse)),
         plain("o", lambda: launch.o(sparse)),
     ]
-
-
-def milliseconds(launch: Callable[[], object], repeats: int) -> list[float]:
-    """Device times of launches in a row, after some that are not counted."""
-    for _ in range(WARMUP):
-        launch()
-    return queued(lambda number: launch(), repeats)[0]
-
-
-def matrix_ms(device: torch.device) -> list[float]:
-    """Device times of torch's bf16 product of two square matrices of noise."""
-    a, b = (torch.randn(MATRIX, MATRIX, device=device).bfloat16() for _ in range(2))
-    return milliseconds(lambda: a @ b, 20)
 
 
 COLUMNS = ("kernel", "tile", "p50 us", "TFLOP/s", "% of torch")

@@ -30,13 +30,14 @@ def run(cfg: Config, jobs: Sequence[tuple[str, Config]], to_previous: bool = Fal
     """A simulated row a variant and batch, and their table. A variant without a simulation is named. to_previous:
     ratios are to the variant before, else all to the first.
 
-    Exit status 1 where none of them has one.
+    Exit status 1 where none of them could be routed.
 
-    Raises MkError where two variants execute the same, and for a card that nothing was fitted for.
+    Raises MkError where no variant is one that the simulator knows, before anything is written, where two execute the
+    same, and for a card that nothing was fitted for.
     """
     settings = cfg.experiment
     found: dict[str, list[Row]] = {}
-    left: dict[str, str] = {}
+    jobs, left = able(cfg, jobs)
     print("simulated: torch sees no GPU here", flush=True)
     with RunFolder.create(cfg) as folder:
         for batch in settings.batches:
@@ -46,14 +47,6 @@ def run(cfg: Config, jobs: Sequence[tuple[str, Config]], to_previous: bool = Fal
                 for number, (label, job) in enumerate(jobs, 1):
                     geometry = geometry_of(job.model)
                     try:
-                        if set(defines_of(job)) - {NO_RUN_AHEAD}:
-                            raise MkError("another build of the kernel, of which the simulator knows nothing")
-                        if job.experiment.launches != "step":
-                            raise MkError("a step of many launches, of which the simulator knows nothing")
-                        if job.sampling.temperature > 0:
-                            raise MkError("the waves that draw tokens, which were never traced for the simulator")
-                        if job.routing.path == RECORDED:
-                            raise MkError("what a router chose, which chooses on a card alone")
                         sample = Sample.draw(geometry, job.routing, [job.experiment.context] * batch)
                     except MkError as error:
                         left[label] = str(error)
@@ -85,6 +78,30 @@ def run(cfg: Config, jobs: Sequence[tuple[str, Config]], to_previous: bool = Fal
             print(f"not simulated: {label}: {message}")
         print(f"run folder: {folder.path}")
     return int(not found)
+
+
+def able(cfg: Config, jobs: Sequence[tuple[str, Config]]) -> tuple[list[tuple[str, Config]], dict[str, str]]:
+    """(variants that can be simulated, why each other one cannot). Raises MkError where none can."""
+    left = {label: why for label, job in jobs if (why := unknown_to_simulator(job))}
+    if len(left) == len(jobs):
+        of_each = "; ".join(f"{label}: {why}" for label, why in left.items())
+        raise MkError(f"{cfg.experiment.name} needs a GPU, and torch sees none here. Not simulated: {of_each}")
+    return [(label, job) for label, job in jobs if label not in left], left
+
+
+def unknown_to_simulator(job: Config) -> str | None:
+    """What of a configuration cannot be simulated; None where everything can."""
+    if set(defines_of(job)) - {NO_RUN_AHEAD}:
+        return "another build of the kernel, of which the simulator knows nothing"
+    if job.experiment.launches != "step":
+        return "a step of many launches, of which the simulator knows nothing"
+    if job.sampling.temperature > 0:
+        return "the waves that draw tokens, which were never traced for the simulator"
+    if job.routing.path == RECORDED:
+        return "what a router chose, which chooses on a card alone"
+    if job.routing.name == "checkpoint":
+        return "the router's own choice, for which a simulated step has no logits"
+    return None
 
 
 def simulated(

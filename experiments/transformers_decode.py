@@ -2,20 +2,19 @@
 
 transformers runs first and leaves the card. Each of its configured expert implementations is timed for each batch and
 routing, and the fastest is the baseline's row. Weights are the same, the ids of uniform routing too; K and V are
-synthetic, as the kernel's.
+synthetic, as the kernel's. Without a card the kernel's steps are simulated, and transformers times none.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
-import time
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 
-from experiments import decode_throughput
+from experiments import decode_throughput, simulated_variants
 from experiments.baseline_rows import append_beside, comparison
 from experiments.baselines import transformers_steps as theirs
 from experiments.decode_throughput import KV_STD
@@ -28,6 +27,8 @@ from mk.device import card_state
 from mk.errors import MkError
 from mk.model.geometry import Geometry
 from mk.runs import RunFolder
+
+DEVICE = decode_throughput.DEVICE
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,12 @@ def main(cfg: Config) -> int:
     if cfg.weights.name != "random":
         raise MkError("transformers_decode measures random weights", hint="weights=random")
     jobs = {r: decode_throughput.job_of(vary(cfg, [f"routing={r}"])) for r in settings.routings}
+    for job in jobs.values():
+        decode_throughput.check_settings(job, cfg.experiment.name)
+    if not torch.cuda.is_available():
+        status = simulated_variants.run(cfg, [(f"routing={routing}", job) for routing, job in jobs.items()])
+        print("transformers is not measured: torch sees no GPU here")
+        return status
     for job in jobs.values():
         decode_throughput.check(job, cfg.experiment.name)
     notes: list[str] = []
@@ -80,9 +87,8 @@ def measure_all(cfg: Config, jobs: dict[str, Config], notes: list[str]) -> dict[
     """By routing and batch, the fastest implementation's steps; what cannot be measured is noted. Nothing of the model
     is left on the card."""
     settings = cfg.experiment
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the latter for tests alone
-    source = open_weights(cfg, device)
-    model = theirs.load(source, device)
+    source = open_weights(cfg, DEVICE)
+    model = theirs.load(source, DEVICE)
     found: dict[tuple[str, int], Timed] = {}
     for (routing, job), batch, experts in itertools.product(jobs.items(), settings.batches, settings.experts):
         try:
@@ -113,23 +119,14 @@ def measure(model: object, g: Geometry, job: Config, batch: int, experts: str) -
     bench.cache.fill(KV_STD, seed)
     tokens = torch.randint(g.vocab, (batch,), generator=torch.Generator().manual_seed(seed))
     bench.begin(tokens, keys - 1)
-    if bench.tokens.is_cuda:
-        bench.capture()
-        bench.begin(tokens, keys - 1)
+    bench.capture()
+    bench.begin(tokens, keys - 1)
     for _ in range(warmup):
         bench.run()
-    times = queued(lambda step: bench.run(), steps)[0] if bench.tokens.is_cuda else timed_on_host(bench, steps)
+    times = queued(lambda step: bench.run(), steps)[0]
     if not bool(torch.isfinite(bench.cache.keys[-1]).all()):
         raise MkError("transformers' keys are not finite")
     return Timed(experts, times, distinct_experts(bench.taken[warmup:], g))
-
-
-def timed_on_host(bench: theirs.TransformersSteps, steps: int) -> list[float]:
-    stamps = [time.perf_counter()]
-    for _ in range(steps):
-        bench.run()
-        stamps.append(time.perf_counter())
-    return [(b - a) * 1e3 for a, b in itertools.pairwise(stamps)]
 
 
 def _version() -> str:

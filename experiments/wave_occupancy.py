@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from experiments import decode_throughput
+from experiments import decode_throughput, simulated_variants
 from experiments.decode_throughput import configured_sampling, measure, noting, open_runtime, plans
 from experiments.decode_variants import variants
 from experiments.device_weights import hold_weights
@@ -43,14 +43,13 @@ def main(cfg: Config) -> int:
         for _, job in jobs:
             decode_throughput.check(job, cfg.experiment.name)
     else:
+        jobs, left = simulated_variants.able(cfg, jobs)
         print("simulated: torch sees no GPU here", flush=True)
+        print("".join(f"not simulated: {label}: {why}\n" for label, why in left.items()), end="", flush=True)
     with RunFolder.create(cfg) as run:
         for batch in cfg.experiment.batches:
             panels: dict[str, Spans] = {}
             for label, job in jobs:
-                if not measured and job.experiment.launches != "step":
-                    print(f"not simulated: {label}: a step of many launches, of which the simulator knows nothing")
-                    continue
                 spans, more = traced(job, batch) if measured else simulated(job, batch, layer)
                 row, panels[label] = _append(cfg, run, job, label, batch, spans, more)
                 print(_told(row), flush=True)

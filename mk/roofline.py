@@ -52,7 +52,7 @@ def step_bytes(geometry: Geometry, contexts: Sequence[float], distinct_experts: 
 def operation_bytes(geometry: Geometry, operation: str, contexts: Sequence[float], distinct_experts: float) -> float:
     """Bytes that one run of an operation reads in one layer, counted as `step_bytes` does: 0 for one without weights.
 
-    operation: a wave, attn_full or attn_sliding, or waves together as experiments/op_bench.py names them.
+    operation: a wave, attn_full or attn_sliding, or waves together as experiments/op_parts.py names them.
     """
     g, tiles = geometry, tile_rules(geometry).matrices
     names = {"oproj": "o", "moe_up": "up", "moe_down": "down", "moe_output": "down", "lm_head": "head"}

@@ -42,6 +42,8 @@ SMALL: dict[str, Sequence[str]] = {
         *SIMULATED,
         variants("placement=round_robin engine.handoff.barriers=true", "placement=round_robin", "placement=row_owner"),
     ],
+    "op_bench": SIMULATED,
+    "transformers_decode": [*SIMULATED, "weights=random"],
     "wave_occupancy": [*SIMULATED, "experiment.layer=1"],
     "serving": [
         *SERVED,
@@ -68,6 +70,14 @@ SMALL: dict[str, Sequence[str]] = {
     "prefill_correctness": [
         *INTERPRETED,
         *("experiment.lengths=[2]", "experiment.cuts=[1]", "experiment.layers=[1]", "experiment.whole=false"),
+    ],
+    "prefill_throughput": [
+        *("gpu=cpu", "model=nano", "weights=checkpoint", "experiment.lengths=[5]", "experiment.packed=[3]"),
+        *("experiment.packed_rows=2", "experiment.repeats=1", "experiment.check_tokens=6"),
+    ],
+    "prefill_tiles": [
+        *("gpu=cpu", "model=nano", "weights=checkpoint", "experiment.tokens=17", "experiment.repeats=1"),
+        "experiment.kernels=[attention_sliding]",
     ],
     "served_step": [
         *INTERPRETED,
@@ -101,11 +111,7 @@ AGAIN: dict[str, Sequence[str]] = {
 
 # what it says, and does, on a machine without a card, a sanitizer or vLLM
 REFUSED: dict[str, str] = {
-    "prefill_throughput": "prefill_throughput needs a GPU",
-    "prefill_tiles": "prefill_tiles needs a GPU",
-    "op_bench": "op_bench needs a GPU",
     "sm_map": "sm_map measures a GPU",
-    "transformers_decode": "transformers_decode needs a GPU",
     "sanitize": "no compute-sanitizer found",
     "vllm_serve": "no vLLM is configured",
     "accuracy_vllm": "no vLLM is configured",
@@ -131,26 +137,13 @@ READ_ELSEWHERE = {
     "Config.debug": "experiments/rerun.py",
     "EngineConfig.run_ahead": "mk/engines.py",
     "EngineConfig.script": "mk/engines.py",
-    "GpuConfig.kind": "mk/device.py",
     "GpuConfig.l2_mb": "experiments/op_bench.py",
     "GpuConfig.measured": "mk/config.py",  # whether there has to be a measured_tb_s
     "GpuConfig.smem_per_block_kb": "mk/device.py",
     "KernelBits.delays_ns": "experiments/kernel_bits.py",
     "ModelConfig.revision": "mk/model/opening.py",
-    "OpBench.operations": "experiments/op_bench.py",
     "Parity.seed": "experiments/parity.py",
     "PlacementConfig.path": "mk/programs.py",
-    **dict.fromkeys(
-        (
-            f"PrefillThroughput.{leaf}"
-            for leaf in ("check_tokens", "lengths", "packed", "packed_rows", "repeats", "time_limit_s")
-        ),
-        "experiments/prefill_throughput.py",
-    ),
-    **dict.fromkeys(
-        (f"PrefillTiles.{leaf}" for leaf in ("kernels", "repeats", "time_limit_s", "tokens")),
-        "experiments/prefill_tiles.py",
-    ),
     "PrefillCorrectness.cuts": "experiments/prefill_prompts.py",  # of whole prompts
     "PrefillCorrectness.small_chunk": "experiments/prefill_prompts.py",
     "Rerun.run": "experiments/rerun.py",

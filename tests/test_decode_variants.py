@@ -362,10 +362,24 @@ def test_without_a_card_settings_are_refused_as_on_one(setting: str) -> None:
     assert str(caught.value) == str(on_one.value) and setting.split("=")[0] in str(caught.value)
 
 
-def test_a_simulation_without_a_row_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arms = ["experiment.variants=['routing=checkpoint','routing=oracle']", f"run_dir={tmp_path}"]
+def test_without_a_card_a_run_of_which_nothing_can_be_simulated_is_refused_with_each_reason(tmp_path: Path) -> None:
+    arms = ["experiment.variants=['routing=checkpoint','routing=oracle']", f"run_dir={tmp_path / 'runs'}"]
+    said = (
+        "routing_ablation needs a GPU, and torch sees none here. Not simulated: routing=checkpoint: the router's own "
+        "choice, for which a simulated step has no logits; routing=oracle: another build of the kernel"
+    )
+    with pytest.raises(MkError, match=said):
+        decode_variants.main(load_config(["experiment=routing_ablation", "model=slice", *arms]))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_a_card_a_routing_that_fails_is_named_and_fails_a_run_without_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What its mode only says once it is asked for ids."""
+    arms = ["experiment.variants=['routing=replay routing.path=/nowhere.safetensors']", f"run_dir={tmp_path}"]
     assert decode_variants.main(load_config(["experiment=routing_ablation", "model=slice", *arms])) == 1
-    assert capsys.readouterr().out.count("not simulated: ") == 2
+    assert "not simulated: routing=replay routing.path=/nowhere" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["wave_order_ablation", "routing_ablation"])
@@ -393,7 +407,7 @@ def test_without_a_card_step_times_are_simulated_and_labelled(
     out = capsys.readouterr().out
     assert f"simulated step times, slice on h200; measured, where there is one: python run.py experiment={name}" in out
     for message in (
-        "routing=checkpoint: a simulated step has no logits",
+        "routing=checkpoint: the router's own choice",
         "routing=oracle: another build of the kernel",
         "routing=replay routing.path=recorded: what a router chose",
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -10,23 +11,26 @@ import pytest
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
-from experiments import op_bench, op_torch
+from experiments import op_bench, op_parts, op_torch
 from mk.compose import load_config
 from mk.errors import MkError
 from mk.isa import ISA, Word
 from mk.model.geometry import PRESETS
+from mk.programs import Plan, bucket_for
 from mk.recompute import different
 from mk.roofline import operation_bytes, step_bytes
 from mk.rows import Row, read_raw, read_rows
 from mk.runtime import Runtime
 from mk.schedule.cut import waves_of
+from mk.schedule.simulate import costs_of, ring_of, simulate
+from mk.schedule.simulator.expand import Sample
 from tests.device_rig import FakeLibrary, fake_device
 from tests.interpreter_rig import GEOMETRY, NANO_GEOMETRY, program
 from tests.test_decode_throughput import stand_in
 
 __all__ = ["fake_device", "stand_in"]
 
-FULL = PRESETS["north_mini_code"]
+FULL, SLICE = PRESETS["north_mini_code"], PRESETS["slice"]
 RUN = ["experiment=op_bench", "model=nano", "weights=checkpoint", "experiment.context=300", "experiment.steps=6",
        "experiment.warmup=2", "experiment.batches=[2]", "gpu.l2_mb=1"]  # fmt: skip
 
@@ -34,15 +38,15 @@ RUN = ["experiment=op_bench", "model=nano", "weights=checkpoint", "experiment.co
 def test_operations_are_the_waves_that_run_alone() -> None:
     for placement in ("round_robin", "row_owner"):
         whole = program(2, placement=placement)
-        found, parts = op_bench.operations_of(whole), waves_of(whole)
-        alone = [part for name in found.keys() - op_bench.TOGETHER.keys() for (part,) in found[name]]
+        found, parts = op_parts.operations_of(whole), waves_of(whole)
+        alone = [part for name in found.keys() - op_parts.TOGETHER.keys() for (part,) in found[name]]
         assert len(set(alone)) == len(alone) <= len(parts)
         assert len(found["qkv"]) == GEOMETRY.layers and len(found["moe_up"]) == len(GEOMETRY.sparse_layers)
         assert len(found["attn_full"]) + len(found["attn_sliding"]) == GEOMETRY.layers
         assert len(found["lm_head"]) == 1
         assert ("rmsnorm" in found) == ("moe_combine" in found) == (placement == "round_robin")
         for name, numbers in found.items():
-            if name not in op_bench.TOGETHER:
+            if name not in op_parts.TOGETHER:
                 ops = {ISA.rows[code].name for (n,) in numbers for code in parts[n].words[:, Word.OPCODE].tolist()}
                 assert len(ops - {"topk"}) <= (2 if name == "lm_head" else 1), (name, ops)
         layers = {parts[n].words[0, Word.LAYER] for (n,) in found["attn_sliding"]}
@@ -52,8 +56,8 @@ def test_operations_are_the_waves_that_run_alone() -> None:
 @pytest.mark.parametrize("placement", ["round_robin", "row_owner"])
 def test_waves_that_torch_does_in_one_are_timed_as_one_layer_by_layer(placement: str) -> None:
     whole = program(2, placement=placement)
-    found, parts = op_bench.operations_of(whole), waves_of(whole)
-    for name, waves in op_bench.TOGETHER.items():
+    found, parts = op_parts.operations_of(whole), waves_of(whole)
+    for name, waves in op_parts.TOGETHER.items():
         here = [wave for wave in waves if wave in found]
         assert len(here) == len(waves) or (placement, here) == ("row_owner", ["moe_down"])
         assert len(found[name]) == len(found[waves[0]])
@@ -71,8 +75,8 @@ def test_only_what_does_the_same_as_the_kernel_has_a_ratio() -> None:
     """No wave that leaves a part of its work to the next has one, nor what torch does with less."""
     compared = {name for name, methods in op_torch.METHODS.items() if any(methods.values())}
     whole = {"qkv", "oproj", "dense_up", "dense_down", "lm_head", "moe_up"}
-    assert compared == whole | op_bench.TOGETHER.keys()
-    assert not {wave for waves in op_bench.TOGETHER.values() for wave in waves} & op_torch.METHODS.keys()
+    assert compared == whole | op_parts.TOGETHER.keys()
+    assert not {wave for waves in op_parts.TOGETHER.values() for wave in waves} & op_torch.METHODS.keys()
     assert not op_torch.METHODS["qkv"]["linear"] and not op_torch.METHODS["moe_up"]["loop"]
 
 
@@ -88,7 +92,7 @@ def test_bytes_of_all_operations_are_those_of_the_step(rows: int) -> None:
     assert total == pytest.approx(step_bytes(g, contexts, experts).total, rel=1e-12)
     assert operation_bytes(g, "qkv", contexts, experts) == 5120 * 2048 * 2
     assert operation_bytes(g, "attn_combine", contexts, experts) == operation_bytes(g, "topk", contexts, experts) == 0
-    for name, waves in op_bench.TOGETHER.items():
+    for name, waves in op_parts.TOGETHER.items():
         assert operation_bytes(g, name, contexts, experts) == sum(
             operation_bytes(g, wave, contexts, experts) for wave in waves
         )
@@ -205,6 +209,10 @@ def bench(stand_in: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> FakeLibrary
 
 def run(folder: Path, *more: str) -> tuple[list[Row], dict[str, dict]]:
     assert op_bench.main(load_config([*RUN, f"run_dir={folder}", *more])) == 0
+    return rows_and_raw(folder)
+
+
+def rows_and_raw(folder: Path) -> tuple[list[Row], dict[str, dict]]:
     (path,) = folder.iterdir()
     return read_rows(path / "rows.jsonl"), read_raw(path / "raw.jsonl")
 
@@ -217,7 +225,7 @@ def test_every_operation_has_a_row_of_each_engine(
     for batch in (1, 2):
         own = {row.kernel: row for row in rows if row.batch == batch and row.engine == "cuda"}
         first, *others = own
-        assert first == "embed" and {"router", "moe_up", "rmsnorm", "lm_head", *op_bench.TOGETHER} <= set(others)
+        assert first == "embed" and {"router", "moe_up", "rmsnorm", "lm_head", *op_parts.TOGETHER} <= set(others)
         assert own["qkv"].p50_ms == pytest.approx(1 / NANO_GEOMETRY.layers)
         assert own["routing"].p50_ms == pytest.approx(1 / len(NANO_GEOMETRY.sparse_layers))  # a layer, not a part
         assert own["topk"].gb_s is None and own["topk"].pct_nominal is None
@@ -280,3 +288,68 @@ def test_what_torch_cannot_do_is_named(
     rows, _ = run(tmp_path, "experiment.operations=[attention_full]")
     assert [row.engine for row in rows] == ["cuda"]
     assert capsys.readouterr().out.count("not measured: attention_full by torch") == 2
+
+
+# ---- without a card ----
+def test_without_a_card_every_operation_is_simulated_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Together they take longer than the step, in which they overlap and are launched once."""
+    axes = ["experiment=op_bench", "model=slice", "experiment.batches=[1,8]", f"run_dir={tmp_path / 'ops'}"]
+    cfg = load_config(axes)
+    assert op_bench.main(cfg) == 0
+    rows, raw = rows_and_raw(tmp_path / "ops")
+    assert {(row.engine, row.clock, row.routing) for row in rows} == {("simulator", "simulated", "uniform")}
+    out = capsys.readouterr().out
+    assert out.startswith("simulated for h200: torch sees no GPU here") and out.count("simulator") == len(rows)
+    for batch in (1, 8):
+        program, g = Plan.from_config(cfg).lower(SLICE, batch, bucket_for(8192 + 40)), SLICE
+        own = {row.kernel: row for row in rows if row.batch == batch}
+        assert own.keys() == op_parts.operations_of(program).keys()
+        assert {row.schedule_hash for row in own.values()} == {program.schedule_hash}
+        alone = [own[name] for name in own.keys() - op_parts.TOGETHER.keys()]
+        runs = {name: len(layers) for name, layers in op_parts.operations_of(program).items()}
+        sample = Sample.draw(g, cfg.routing, [8192] * batch)
+        step = simulate(program, sample, costs_of(cfg.gpu), ring_of(cfg.engine.ring, batch))
+        together = sum(runs[row.kernel or ""] * (row.p50_ms or 0) * 1e3 for row in alone)
+        assert step.step_us < together
+        for row in alone:
+            assert row.pct_nominal is None or 0 < row.pct_nominal < 100
+            assert (row.p10_ms, row.p90_ms, row.steps, row.ratio) == (None,) * 4
+        both = [own[name].p50_ms or 0 for name in ("router", "topk")]
+        assert own["routing"].p50_ms == pytest.approx(sum(both), rel=1e-6)
+    for row in rows:
+        assert list(different(row, raw[row.raw_sha256 or ""])) == []
+
+
+def test_of_a_model_that_repeats_itself_each_layer_of_a_kind_takes_what_it_takes_in_the_first_period(
+    tmp_path: Path,
+) -> None:
+    """The full model's are simulated in five layers; here in all of them."""
+    cfg = load_config(["experiment=op_bench", f"run_dir={tmp_path}", "experiment.operations=[attn_sliding,moe_up]"])
+    cfg = dataclasses.replace(cfg, experiment=dataclasses.replace(cfg.experiment, batches=[1]))
+    assert op_bench.main(cfg) == 0
+    rows, _ = rows_and_raw(tmp_path)
+    program = Plan.from_config(cfg).lower(FULL, 1, bucket_for(8192 + 40))
+    parts, operations = waves_of(program), op_parts.operations_of(program)
+    sample = Sample.draw(FULL, cfg.routing, [8192])
+    for row in rows:
+        chosen = operations[row.kernel or ""][::8]
+        times = [
+            simulate(parts[n], sample, costs_of(cfg.gpu), ring_of(cfg.engine.ring, 1)).step_us
+            for (n,) in chosen
+        ]
+        assert times == pytest.approx([(row.p50_ms or 0) * 1e3] * len(times), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("sampling=top_p", "op_bench needs a GPU, .* the waves that draw tokens"),
+        ("routing=checkpoint", "needs to know the experts, not routing=checkpoint"),
+        ("engine=interpreter", "times the kernel, not engine=interpreter"),
+        ("experiment.operations=[qvk]", "experiment.operations=qvk"),
+    ],
+)
+def test_without_a_card_what_has_no_simulation_is_refused(override: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(MkError, match=said):
+        op_bench.main(load_config([*RUN, override, f"run_dir={tmp_path / 'runs'}"]))
+    assert not list(tmp_path.rglob("rows.jsonl"))

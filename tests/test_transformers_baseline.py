@@ -15,11 +15,12 @@ from mk.errors import MkError
 from mk.model.greedy_oracle import transformers_state
 from mk.model.random_weights import RandomWeights
 from mk.rows import read_rows
+from tests.device_rig import FakeLibrary, fake_device
 from tests.interpreter_rig import NANO_GEOMETRY
 from tests.test_vllm_baseline import SMALL, rows_of_no_kernel
 from tests.tiny_model import tiny_geometry
 
-__all__ = ["rows_of_no_kernel"]
+__all__ = ["fake_device", "rows_of_no_kernel"]
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(1, 293, (100,), generator=torch.Generator().manual_seed(2))
@@ -96,7 +97,14 @@ def config(folder: Path, *more: str) -> list[str]:
     return ["experiment=transformers_decode", *nano, "experiment.routings=[uniform]", *more]
 
 
-@pytest.mark.usefixtures("rows_of_no_kernel")
+@pytest.fixture
+def stand_in(fake_device: FakeLibrary, rows_of_no_kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps run on a CPU one by one, and a millisecond passes with each."""
+    monkeypatch.setattr(transformers_decode, "DEVICE", CPU)
+    monkeypatch.setattr(TransformersSteps, "capture", lambda self: None)
+
+
+@pytest.mark.usefixtures("stand_in")
 def test_rows_beside_the_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert transformers_decode.main(load_config(config(tmp_path, "experiment.steps=24"))) == 0
     (path,) = tmp_path.glob("*/rows.jsonl")
@@ -107,11 +115,11 @@ def test_rows_beside_the_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[s
         row.checks == {"experts_counted": True} and row.moe_backend in ("grouped_mm", "batched_mm") for row in theirs
     )
     assert all(row.ratio and row.ratio_to in {r.digest for r in rows if r.engine == "cuda"} for row in theirs)
-    assert theirs[0].distinct_experts == NANO_GEOMETRY.top_k
+    assert theirs[0].distinct_experts == NANO_GEOMETRY.top_k and all(row.p50_ms == 1.0 for row in theirs)
     assert "transformers / kernel" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("rows_of_no_kernel")
+@pytest.mark.usefixtures("stand_in")
 def test_what_cannot_be_measured_is_named_and_the_kernels_rows_are_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
