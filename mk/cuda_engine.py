@@ -17,7 +17,7 @@ from mk.interpreter import StepOutputs
 from mk.kv import KINDS, KVCache, PageAllocator, blocks_of, kv_layers, pages_for_contexts
 from mk.model.packing import PackedWeights
 from mk.native_loop import NativeLoop
-from mk.page_layout import unpack_keys, unpack_values
+from mk.page_layout import hand_over
 from mk.programs import Plan, programs_by_size
 from mk.runtime import Runtime
 from mk.sampling import SamplingParams
@@ -42,7 +42,8 @@ class HostPrefill:
     ) -> npt.NDArray[np.float32]:
         """As `TorchPrefill.run`."""
         if start:
-            self._take_over(pages, slot)
+            # as they stand on the device: decode steps may have written to them since
+            hand_over({kind: self._runtime[f"pool_{kind}"] for kind in KINDS}, self.kv, pages, slot)
         logits = self._prefill.run(pages, slot, tokens, start, every)
         for kind, layers in ((kind, len(kv_layers(self.kv.geometry, kind))) for kind in KINDS):
             for page in pages.table[kind][slot]:
@@ -54,15 +55,6 @@ class HostPrefill:
     def together(self, pages: PageAllocator, prompts: Sequence[Prompt]) -> list[npt.NDArray[np.float32]]:
         """One after the other."""
         return [self.run(pages, prompt.slot, prompt.tokens, prompt.start) for prompt in prompts]
-
-    def _take_over(self, pages: PageAllocator, slot: int) -> None:
-        """The slot's pages as they stand on the device: decode steps may have written to them since."""
-        for kind in KINDS:
-            held = pages.table[kind][slot]
-            held = held[held >= 0]
-            packed = self._runtime[f"pool_{kind}"][torch.from_numpy(held).long()].float().cpu()
-            self.kv.pools[kind][held, :, :, 0] = unpack_keys(packed[:, :, :, 0]).numpy()
-            self.kv.pools[kind][held, :, :, 1] = unpack_values(packed[:, :, :, 1]).numpy()
 
 
 class CudaEngine:

@@ -102,4 +102,10 @@ class EngineConfig:
         require_one_of("engine.trace", self.trace, ("none", "moments", "waits"))
         for key in ("steps_between_chunks", "held_steps", "run_ahead"):
             require_at_least(f"engine.{key}", getattr(self, key), 1)
+        if self.handoff.pollers == "warps" and not self.ring.run_ahead:
+            raise MkError(
+                "engine.ring.run_ahead=false engine.handoff.pollers=warps: weights wait for what the controller has "
+                "seen, and here it looks at no counter",
+                hint="one of the two",
+            )
         check_optional("engine", self, ("script",) if self.name == "scripted" else ())

@@ -78,8 +78,7 @@ class Flag(IntFlag):
 
     SLIDING = 1  # attention: this layer sees a window
     ROPE = 2  # qkv: this layer rotates q and k
-    PUBLISH = 4  # top-k: this SM writes ids and weights to the trace the host reads
-    FINAL = 8  # norm: the model's last norm, not a layer's
+    PUBLISH = 4  # top-k: this SM writes the ids to the trace the host reads
     PART = 16  # residual in a part of a step: x comes from memory, and the sums that it adds are left in memory too
 
 

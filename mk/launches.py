@@ -18,10 +18,12 @@ import numpy.typing as npt
 import torch
 
 from mk.errors import MkError
+from mk.isa import Word
 from mk.runtime import Runtime
 from mk.schedule.cut import launches_of, waves_of
 from mk.schedule.identity import executed_hash
 from mk.schedule.lower import Program
+from mk.stalls import missing_signals
 from mk.step_params import HOST_STEPS, counters_at
 
 
@@ -107,6 +109,22 @@ class WaveLaunches(Runtime):
         step, stream = ctypes.byref(self.params), ctypes.c_void_p(self.stream.cuda_stream)
         count = len(self._addresses)
         return int(self.library.mk_launch_parts(step, self._addresses, count, int(self.dependent), stream))
+
+    def _given_up(self, stalls: npt.NDArray[np.int32]) -> tuple[Program, npt.NDArray[np.int32]]:
+        """The part that has most of the tasks at which SMs stand; of several, as where a routing is made again, the one
+        that lacks most signals."""
+        if self._parts is None:
+            return super()._given_up(stalls)
+        parts, at = self._parts, stalls[stalls[:, 0] != 0, 4]
+        counters = self._part_counters.cpu().numpy()[:, 0]
+        missing = parts.split("counters", missing_signals(parts.per_step, self.epoch, counters))
+
+        def blame(number: int) -> tuple[int, int]:
+            here = np.isin(at, parts.programs[number].words[:, Word.TASK])
+            return int(here.sum()), int(missing[number].max(initial=0))
+
+        number = max(range(len(parts.programs)), key=blame)
+        return parts.programs[number], missing[number]
 
     def executed_hash(self) -> str:
         """Of the hashes of all launches' parts."""

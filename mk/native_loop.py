@@ -64,8 +64,9 @@ class NativeLoop:
 
         Raises MkError for an `ahead` that the ring has no room for.
         """
-        if not 1 <= ahead <= HOST_STEPS:
-            raise MkError(f"engine.run_ahead={ahead} must lie in 1..{HOST_STEPS}")
+        most = min(HOST_STEPS, QUEUE)  # the library would not go further ahead
+        if not 1 <= ahead <= most:
+            raise MkError(f"engine.run_ahead={ahead} must lie in 1..{most}")
         self.ahead = ahead
         self.parked = Parked.ASKED
         self._runtime, self._tables, self._choose = runtime, tables, choose

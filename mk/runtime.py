@@ -30,7 +30,7 @@ from mk.ring import MIN_WINDOW, SLOT_KB, UNSAFE_SLOTS, window_for
 from mk.sampling import SamplingParams
 from mk.schedule.identity import executed_hash
 from mk.schedule.lower import Program
-from mk.stalls import describe_stall
+from mk.stalls import describe_stall, missing_signals
 from mk.step_params import (
     HOST_STEPS,
     KV_BLOCK,
@@ -378,10 +378,17 @@ class Runtime:
         self.stream.synchronize()
         if self["abort_word"].item():
             assert self.program is not None
-            counters, stalls = (self[name].cpu().numpy() for name in ("counters", "stalls"))
-            message = describe_stall(self.program, counters[:, 0], stalls, int(self["abort_word"].item()) - 1)
+            stalls = self["stalls"].cpu().numpy()
+            launched, missing = self._given_up(stalls)
+            message = describe_stall(launched, missing, stalls, int(self["abort_word"].item()) - 1)
             self.load(self.program)
             raise StepAborted(message)
+
+    def _given_up(self, stalls: npt.NDArray[np.int32]) -> tuple[Program, npt.NDArray[np.int32]]:
+        """What was launched and did not end, and the signals that its counters lack. stalls: [SMs, 8]."""
+        assert self.program is not None
+        steps = np.array([counter.per_step for counter in self.program.counters], np.int64)
+        return self.program, missing_signals(steps, self.epoch, self["counters"].cpu().numpy()[:, 0])
 
     def executed_hash(self) -> str:
         """Of the descriptors, lists and counter increments that the device holds, read back from it, after all steps

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from mk.isa import ISA, Word
 from mk.schedule.lower import Program
+from mk.step_params import counters_at
 from mk.verify.spans import writes_tokens
 
 ROLES = ("consumer", "controller", "producer", "storer", "warp aside")
@@ -15,8 +16,16 @@ SHOWN = 3  # stalled SMs told of
 Ints = npt.NDArray[np.int32]
 
 
-def describe_stall(program: Program, counters: Ints, stalls: Ints, blamed: int) -> str:
-    """counters [n]: their values. stalls [SMs, 8]: `StallRecord`s (csrc/params.cuh). blamed: SM that gave up first.
+def missing_signals(per_step: npt.NDArray[np.int64], epoch: int, counters: Ints) -> Ints:
+    """[n]: what each counter would have gained more, had all steps up to `epoch` run. counters [n]: as they wrap."""
+    expected = counters_at(per_step, epoch)[: len(per_step), 0]
+    with np.errstate(over="ignore"):
+        return expected - counters[: len(per_step)]
+
+
+def describe_stall(program: Program, missing: Ints, stalls: Ints, blamed: int) -> str:
+    """missing [n]: of `missing_signals`. stalls [SMs, 8]: `StallRecord`s (csrc/params.cuh). blamed: SM that gave up
+    first.
 
     Of the stalled SMs those that wait for the earliest counter come first: the others wait for what these would do.
     """
@@ -29,7 +38,7 @@ def describe_stall(program: Program, counters: Ints, stalls: Ints, blamed: int) 
             rank = int(places[counter]) if known else len(places)
             waiting.append((rank, sm != blamed, sm, _place(program, sm, record)))
     told = [place for *_, place in sorted(waiting)[:SHOWN]]
-    return "the step was given up: " + "; ".join([_missing_signal(program, counters), *told])
+    return "the step was given up: " + "; ".join([_missing_signal(program, missing), *told])
 
 
 def _order(program: Program) -> Ints:
@@ -44,15 +53,16 @@ def _order(program: Program) -> Ints:
     return np.array(sorted(order, key=lambda counter: (counter in closing, counter)), np.int32)
 
 
-def _missing_signal(program: Program, counters: Ints) -> str:
-    """The counter that all others wait for: of those that have gained least, the first."""
+def _missing_signal(program: Program, missing: Ints) -> str:
+    """The counter that all others wait for: of those that lack most steps, the first."""
     if not program.counters:
         return "it has no counters"
     per_step = np.array([counter.per_step for counter in program.counters], np.int64)
-    values = counters[: len(per_step)].view(np.uint32).astype(np.int64)
+    steps = -(-missing // per_step)
     order = _order(program)
-    first = int(order[np.argmin((values // per_step)[order])])
-    came, count = int(values[first] % per_step[first]), int(per_step[first])
+    first = int(order[np.argmax(steps[order])])
+    count = int(per_step[first])
+    came = int(steps[first]) * count - int(missing[first])
     return f"counter {program.counters[first].name} got {came} of {count} signals"
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from mk.errors import MkError
 from mk.kv import KINDS, KVCache, PageAllocator, kv_layers
 from mk.model.packing import PackedWeights
-from mk.page_layout import pack_keys, pack_values, unpack_keys, unpack_values
+from mk.page_layout import hand_over, pack_keys, pack_values
 from mk.step_params import KV_BLOCK
 from prefill.chunks import Prompt
 from prefill.kernels import interpreted
@@ -26,16 +25,6 @@ def require_interpreter() -> None:
             "prefill=triton on a CPU needs Triton's interpreter, and Triton was imported without it",
             hint="set TRITON_INTERPRET=1 in the environment, or prefill=torch",
         )
-
-
-def hand_over(pools: Mapping[str, Tensor], kv: KVCache, pages: PageAllocator, slot: int) -> None:
-    """Copy a slot's pages to the interpreter's, which have the same numbers."""
-    for kind, pool in pools.items():
-        held = pages.table[kind][slot]
-        held = held[held >= 0]
-        packed = pool[torch.from_numpy(held).long()].float()
-        kv.pools[kind][held, :, :, 0] = unpack_keys(packed[:, :, :, 0]).numpy()
-        kv.pools[kind][held, :, :, 1] = unpack_values(packed[:, :, :, 1]).numpy()
 
 
 class InterpretedPrefill:

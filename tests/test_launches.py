@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from mk.compose import load_config
 from mk.errors import MkError
 from mk.isa import Word
 from mk.kv import KINDS
 from mk.launches import RUNTIMES, GraphedLaunches, StepPart, WaveLaunches, _Parts
 from mk.programs import Plan
-from mk.runtime import Runtime
+from mk.runtime import Runtime, StepAborted
 from mk.schedule.cut import launches_of, places, waves_of
 from mk.schedule.lower import Program
 from mk.splits import SplitPolicy
@@ -165,3 +166,35 @@ def test_a_part_is_three_pointers() -> None:
     assert [name for name, _ in StepPart._fields_] == ["words", "offsets", "counters", "trace"]
     whole = program(2, placement="round_robin")
     assert len(_Parts(whole, launches_of(whole), torch.device("cpu")).programs) > 10
+
+
+def test_a_launch_that_gives_up_is_named_by_its_own_counters(fake_device: FakeLibrary) -> None:
+    rt = runtime(fake_device, "waves")
+    assert isinstance(rt, WaveLaunches) and rt.program is not None and rt._parts is not None
+    parts, first = rt._parts.programs, 0
+    counting = [number for number, part in enumerate(parts) if part.counters]
+    number = counting[-1]
+    part, first = parts[number], sum(len(of.counters) for of in parts[:number])
+    waiter = part.words[part.words[:, Word.WAIT0] == 0][0]
+    opcode, layer, task = (int(waiter[word]) for word in (Word.OPCODE, Word.LAYER, Word.TASK))
+
+    def gives_up(rt: Runtime, step: int) -> None:
+        assert isinstance(rt, WaveLaunches)
+        rt._part_counters[first, 0] -= 1
+        rt["stalls"][2] = torch.tensor([1, 1, opcode, layer, task, 0, 9, 8], dtype=torch.int32)
+        rt["abort_word"][0] = 3
+
+    fake_device.fault = gives_up
+    rt.set_sequences([5, 70], [1, 2])
+    rt.launch()
+    name, count = part.counters[0].name, part.counters[0].per_step
+    with pytest.raises(StepAborted) as caught:
+        rt.finish()
+    assert f"counter {name} got {count - 1} of {count} signals" in str(caught.value)
+    assert f"(task {task}) waits for {name}: wants 9, has 8" in str(caught.value)
+    assert name != rt.program.counters[0].name
+
+
+def test_weights_that_wait_for_what_the_controller_has_seen_need_it_to_poll() -> None:
+    with pytest.raises(MkError, match=r"engine.ring.run_ahead=false engine.handoff.pollers=warps"):
+        load_config(["engine.ring.run_ahead=false", "engine.handoff.pollers=warps"])

@@ -23,8 +23,8 @@ from mk.runtime import Runtime, StepAborted
 from mk.sampling import SamplingParams
 from mk.schedule.lower import Program
 from mk.splits import SplitPolicy
-from mk.stalls import describe_stall
-from mk.step_params import HOST_STEPS, MAX_ROWS, OWNED, pack_sampling
+from mk.stalls import describe_stall, missing_signals
+from mk.step_params import HOST_STEPS, MAX_ROWS, OWNED, counters_at, pack_sampling
 from tests.device_rig import H200, FakeLibrary, fake_build, fake_device, next_logits
 from tests.interpreter_rig import GEOMETRY, weights
 
@@ -305,32 +305,41 @@ def test_a_launch_that_cuda_refuses_is_an_error(runtime: Runtime, monkeypatch: p
 
 
 def stalled(loaded: Program, counter: int) -> tuple[np.ndarray, np.ndarray]:
-    """Counters and records of a step in which one signal of `counter` was lost: later ones have nothing yet."""
-    values = np.array([c.per_step for c in loaded.counters], np.int32) * 7
-    per_step = np.array([c.per_step for c in loaded.counters])
-    values[1:counter] += per_step[1:counter]
-    values[counter] += per_step[counter] - 1
+    """Signals that counters lack, and records, of a step in which one signal of `counter` was lost: those before it, by
+    number, have all of that step, and later ones none."""
+    missing = np.array([c.per_step for c in loaded.counters], np.int32)
+    missing[1:counter], missing[counter] = 0, 1
     records = np.zeros((132, 8), np.int32)
     waiters = loaded.sm_of[loaded.words[:, Word.WAIT0] == counter]
     task = loaded.words[loaded.words[:, Word.WAIT0] == counter][0]
     target = int(task[Word.WAIT0_COUNT] + 7 * task[Word.WAIT0_STEP])
     records[waiters[0]] = [1, 1, task[Word.OPCODE], task[Word.LAYER], task[Word.TASK], counter, target, target - 1]
     records[(waiters[0] + 1) % 6] = [1, 0, task[Word.OPCODE], task[Word.LAYER], 3, NONE, 0, 0]
-    return values, records
+    return missing, records
+
+
+@pytest.mark.parametrize("epoch", [0, 7, 2**31, 2**32 - 1])
+def test_signals_are_missed_also_where_counters_have_wrapped(epoch: int) -> None:
+    per_step = np.array([1, 132, 5_000_000], np.int64)
+    counters = counters_at(per_step, epoch)[:, 0]
+    assert missing_signals(per_step, epoch, counters).tolist() == [0, 0, 0]
+    assert missing_signals(per_step, epoch + 2, counters).tolist() == [2, 264, 10_000_000]
+    counters += np.array([1, 131, 0], np.int32)
+    assert missing_signals(per_step, epoch + 1, counters).tolist() == [0, 1, 5_000_000]
 
 
 def test_a_stalled_step_names_the_signal_that_is_missing(runtime: Runtime, fake_device: FakeLibrary) -> None:
     loaded = program()
     for counter in (1, len(loaded.counters) // 2, len(loaded.counters) - 1):
-        values, records = stalled(loaded, counter)
+        missing, records = stalled(loaded, counter)
         name, count = loaded.counters[counter].name, loaded.counters[counter].per_step
-        message = describe_stall(loaded, values, records, blamed=0)
+        message = describe_stall(loaded, missing, records, blamed=0)
         assert message.startswith(f"the step was given up: counter {name} got {count - 1} of {count} signals")
         assert f"waits for {name}: wants" in message and message.endswith("waits for a barrier")
 
     def give_up(rt: Runtime, step: int) -> None:
-        values, records = stalled(loaded, 3)
-        rt["counters"][: len(values), 0] = torch.from_numpy(values)
+        missing, records = stalled(loaded, 3)
+        rt["counters"][: len(missing), 0] -= torch.from_numpy(missing)
         rt["stalls"].copy_(torch.from_numpy(records))
         rt["abort_word"][0] = 1
 

@@ -51,7 +51,6 @@ struct Shared {
   float acc_attn[OWNED][128], acc_ffn[OWNED][128], x[OWNED][128];
   float2 rope[MAX_ROWS][64];  // cos and sin at each row's position
   int newest_page[2][MAX_ROWS];  // page that each row's new token goes to, full and sliding
-  float rstd[MAX_ROWS];
   Route route[2];  // by layer parity
   int keys[MAX_ROWS];  // context lengths of this step
   uint64_t deadline;   // nanoseconds: when the step must be given up

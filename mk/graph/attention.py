@@ -150,7 +150,7 @@ ISA.add(
         reads=(Access(Buffer.PARTIAL, _head_partials),),
         writes=(Access(Buffer.ATTN_OUT, _own_part),),
         aside=True,
-        doc="merges the splits of 32 dims of one (row, query head), in split order",
+        doc="merges the splits of 32 dims of one (row, query head), in an order that depends on the splits alone",
     )
 )
 

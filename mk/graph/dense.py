@@ -102,9 +102,7 @@ ISA.add(
 
 def _lm_head(s: StepShape, layer: int) -> Words:
     matrix = s.layout.entry("head")
-    tasks = strip_tasks(matrix.strips, matrix, Buffer.LOGITS)
-    tasks[:, Word.FLAGS] = Flag.FINAL
-    return tasks
+    return strip_tasks(matrix.strips, matrix, Buffer.LOGITS)
 
 
 ISA.add(

@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mk.model.geometry import Geometry
+from mk.model.geometry import SLOT_BYTES, Geometry
 from mk.programs import Plan
 from mk.roofline import step_bytes
 from mk.schedule.costs import Costs
 from mk.schedule.simulate import estimate
-from mk.schedule.simulator.engine import SLOT_KB
 from mk.schedule.simulator.expand import Sample, expand
 from mk.schedule.simulator.work import Ring, Task
 
@@ -54,5 +53,5 @@ def busy(track: Sequence[Task], costs: Costs, ring: Ring, rows: int) -> float:
         consumers += costs.next_entry + (op.open + task.slots * op.slot if task.tiles else 0.0)
         storer += costs.next_store + task.tiles * op.tile + op.close + op.row * rows
         producer += costs.next_stream + -(-task.slots // ring.lanes) * costs.issue
-        port += task.slots * SLOT_KB / costs.port_gb_s
+        port += task.slots * SLOT_BYTES / (costs.port_gb_s * 1e3)
     return max(consumers, storer, producer, port)

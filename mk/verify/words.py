@@ -290,8 +290,6 @@ def _check_attention(group: _Group, layers: tuple[int, ...]) -> None:
         group.equal(Word.FLAGS, np.where(sliding, int(Flag.SLIDING), 0))
     elif op == "qkv":
         group.equal(Word.FLAGS, np.where(np.array(g.rope)[group.layer], int(Flag.ROPE), 0))
-    elif op == "lm_head":
-        group.equal(Word.FLAGS, int(Flag.FINAL))
     elif op != "topk":
         group.equal(Word.FLAGS, 0)
     if op == "attn_combine":

@@ -21,7 +21,6 @@ from mk.schedule.simulator.sm import SmState
 from mk.schedule.simulator.work import Ring, Task, Work
 
 _STREAM, _COUNTER, _CLAIM = 0, 1, 2
-SLOT_KB = 8.192  # thousands of bytes
 CLAIMABLE = ("attention", "moe_up", "moe_down")  # operations whose tiles are tickets under work stealing
 
 
@@ -40,8 +39,8 @@ class Engine:
         self.op |= {queue.op: costs.of(queue.op) for queue in work.queues.values()}
         self.sms = [SmState(ring, track[::-1]) for track in work.tracks[:n]]
         self.aside: list[list[tuple[float, float, float]]] = [[] for _ in range(n)]  # (waits, begins, ends) by task
-        self.slot_us = SLOT_KB / (costs.memory_at(ring.window * SLOT_BYTES / 1024) * 1e3)
-        self.port_us = SLOT_KB / costs.port_gb_s
+        self.slot_us = SLOT_BYTES / (costs.memory_at(ring.window * SLOT_BYTES / 1024) * 1e6)
+        self.port_us = SLOT_BYTES / (costs.port_gb_s * 1e3)
         self.latency = costs.latency
         # lanes whose window looks back one batch further than the others'
         self.split = ring.window % ring.lanes
