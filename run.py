@@ -56,7 +56,7 @@ def run(argv: list[str], trace: bool) -> int:
         return 0
     overrides, of_hydra = launched.split(args.overrides)
     if of_hydra:
-        launched.check(of_hydra, args.multirun)
+        launched.check(overrides, of_hydra, args.multirun)
     jobs = compose.expand_sweep(overrides) if args.multirun else [overrides]
     configs = [compose.load_config(job) for job in jobs]
     if args.cfg:

@@ -25,12 +25,12 @@ from evals.served import ABOUT_S, fetch
 from experiments import vllm_serve
 from experiments.baselines.vllm_process import add_info, find, parse_log
 from experiments.device_weights import open_weights
-from experiments.processes import log_end, started
 from experiments.settings import Serve
 from mk.compose import to_yaml
 from mk.config import Config
 from mk.errors import MkError
 from mk.model.random_weights import RandomWeights
+from mk.processes import log_end, started
 from mk.rows import dtype_of
 from mk.server.launch import API_KEY, listen
 from mk.sources import ROOT

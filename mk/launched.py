@@ -23,10 +23,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from experiments.processes import below, children, processes
 from mk import compose, loggers
 from mk.config import CONFIG_DIR
 from mk.errors import MkError, tell
+from mk.processes import below, children, processes
 from mk.sources import ROOT
 
 KEY = "hydra/launcher"
@@ -51,10 +51,14 @@ def split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     return [text for text in overrides if text not in own], own
 
 
-def check(own: Sequence[str], multirun: bool) -> None:
-    """Raises MkError for overrides of Hydra that launch nothing, and a launcher that is unknown or not installed."""
+def check(overrides: Sequence[str], own: Sequence[str], multirun: bool) -> None:
+    """Raises MkError for overrides of Hydra, `own`, that launch nothing, for a launcher that is unknown or not
+    installed, and for combinations in an order that it would draw anew."""
     if not multirun:
         raise MkError(f"{own[0]}: one run is not launched", hint="-m, with values to combine")
+    for override in overrides:
+        if "shuffle(" in override:
+            raise MkError(f"{override}: a launcher draws another order", hint=f"without shuffle, or without {KEY}=")
     chosen = [text.partition("=")[2] for text in own if text.startswith(f"{KEY}=")]
     other = [text for text in own if not text.startswith((f"{KEY}=", "hydra.launcher."))]
     if other or len(chosen) != 1:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.processes import below, processes
 from mk import launched
 from mk.errors import MkError
+from mk.processes import below, processes
 from mk.rows import read_rows
 from mk.sources import ROOT
 
@@ -45,7 +45,7 @@ def test_combinations_run_in_processes_of_their_own(launcher: str, tmp_path: Pat
 def test_a_combination_that_fails_stops_no_other(tmp_path: Path) -> None:
     ran = sweep(tmp_path, "routing=uniform,checkpoint", "experiment.variants=['placement=row_owner']",
                 "hydra/launcher=joblib", "hydra.launcher.n_jobs=1")  # fmt: skip
-    assert ran.returncode == 1 and "1 of 2 combinations failed: 2" in ran.stderr, ran.stderr
+    assert ran.returncode == 2 and "1 of 2 combinations failed: 2" in ran.stderr, ran.stderr
     assert len(list(tmp_path.glob("*-placement_ablation-*/rows.jsonl"))) == 1
 
 
@@ -100,13 +100,18 @@ def _state(pid: int) -> str:
 )
 def test_what_launches_nothing_is_refused(own: list[str], multirun: bool, says: str) -> None:
     with pytest.raises(MkError, match=says):
-        launched.check(own, multirun)
+        launched.check([], own, multirun)
+
+
+def test_an_order_that_would_be_drawn_anew_is_refused() -> None:
+    with pytest.raises(MkError, match=r"gpu.sms=shuffle\(2,4\): a launcher draws another order"):
+        launched.check(["schedule=static", "gpu.sms=shuffle(2,4)"], ["hydra/launcher=joblib"], True)
 
 
 def test_a_launcher_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MkError, match="hydra/launcher=ray is not installed") as caught:
-        launched.check(["hydra/launcher=ray"], True)
+        launched.check([], ["hydra/launcher=ray"], True)
     assert caught.value.hint == "pip install -e '.[ray]'"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(launched.PLUGINS.values()) <= set(project["optional-dependencies"])

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import processes
-from experiments.processes import log_end, run_within, started, subreaper
+from mk import processes
 from mk.errors import MkError
+from mk.processes import log_end, run_within, started, subreaper
 
 STAY = "sh ./stay"
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_executed_is_named(text: str | None, tmp_path: Path) -> N
 def test_a_signal_to_the_front_door_ends_what_was_started(number: signal.Signals, tmp_path: Path) -> None:
     """run.py's handlers around a command; one that was ignored (nohup) stays so."""
     code = (
-        "import run, signal, sys; from pathlib import Path; from experiments.processes import run_within\n"
+        "import run, signal, sys; from pathlib import Path; from mk.processes import run_within\n"
         "run.end_in_order()\n"
         "folder = Path(sys.argv[1])\n"
         f"command = ['sh', '-c', {f'setsid env -i {STAY} & sleep 600'!r}]\n"

@@ -67,6 +67,6 @@ def test_the_commands_compose(command: str) -> None:
     args = parse(shlex.split(command))
     overrides, of_hydra = split(args.overrides)
     if of_hydra:
-        check(of_hydra, args.multirun)
+        check(overrides, of_hydra, args.multirun)
     for job in expand_sweep(overrides):
         load_config(job)

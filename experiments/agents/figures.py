@@ -13,7 +13,7 @@ S_DIGITS = 3
 
 
 def raw_task(exchanges: Sequence[Exchange], ended: str, wall_s: float, test: dict[str, int] | None) -> dict[str, Any]:
-    """ended: as `experiments.processes.run_within` says it. test: of `scoring.py`, None where it did not come to its
+    """ended: as `mk.processes.run_within` says it. test: of `scoring.py`, None where it did not come to its
     end."""
     said = [exchange.answer for exchange in exchanges if exchange.whole or exchange.answer.tokens]
     timed = [exchange.answer for exchange in exchanges if exchange.timed]

@@ -21,11 +21,11 @@ from typing import Any
 
 from experiments.baselines import vllm_bench
 from experiments.baselines.vllm_extension import UNIFORM
-from experiments.processes import log_end, started
 from mk.config import VllmConfig
 from mk.device import card_state
 from mk.errors import MkError
 from mk.model.geometry import Geometry
+from mk.processes import log_end, started
 from mk.sources import ROOT
 
 INSTALL = "python -m venv vllm-env && vllm-env/bin/pip install vllm, then baseline.vllm.python=vllm-env/bin/python"
