@@ -38,6 +38,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
   if (threadIdx.x == 0) {
     s.deadline = nanoseconds() + p.time_limit_ns;
     s.given_up = 0;
+    for (int& entry : s.doing) entry = 0;  // of a role that gives up before its first one
     for (int i = 0; i < RING_SLOTS; ++i) barrier_init(&s.ring_full[i], 1), barrier_init(&s.ring_empty[i], CONSUMERS);
     for (int i = 0; i < 2; ++i) barrier_init(&s.chunk_full[i], 1);
     barrier_init(&s.route_ready, 1), barrier_init(&s.route_weighed, 1);
