@@ -24,6 +24,7 @@ def run(cfg: Config) -> int:
     able(cfg, [(ALONE, cfg)])
     g = first_layers(whole, min(whole.layers, sum(layer_period(whole))))
     bucket = bucket_for(settings.context + settings.steps)
+    names = chosen(settings.operations, operations_of(plan.lower(g, settings.batches[0], bucket)))
     print(f"simulated for {cfg.gpu.name}: torch sees no GPU here, and times nothing either", flush=True)
     with RunFolder.create(cfg) as folder:
         print(line(*COLUMNS), flush=True)
@@ -35,7 +36,7 @@ def run(cfg: Config) -> int:
             sample = Sample.draw(whole, cfg.routing, keys)
             experts = sum(sample.experts.values()) / max(1, len(sample.experts))
             levelled = sample.levelled(g)
-            for name in chosen(settings.operations, operations):
+            for name in names:
                 numbers = [number for layer in operations[name] for number in layer]
                 us = sum(simulate(parts[n], levelled, costs, ring, sm_map=plan.sm_map).step_us for n in numbers)
                 raw = {
