@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
+from copy import deepcopy
 
 import numpy as np
 import pytest
 
 from mk.errors import MkError
 from mk.isa import ISA, NONE, Flag, Word
+from mk.sampling import SamplingParams
 from mk.schedule.cut import before, cut, launches_of, places, waves_of
 from mk.schedule.lower import Program
 from mk.verify import VerifyError, verify
@@ -131,6 +133,32 @@ def test_the_whole_step_cut_at_its_ends_is_the_step() -> None:
     same = [word for word in Word if word != Word.FLAGS]
     assert (part.words[:, same] == whole.words[:, same]).all() and part.counters == whole.counters
     assert (part.words[~residuals] == whole.words[~residuals]).all()
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(1.0, 30), SamplingParams(0.8, top_p=0.9), SamplingParams(2.0, 30, 0.9)]
+)
+def test_a_part_that_samples_begins_without_what_an_earlier_program_counted(params: SamplingParams) -> None:
+    """Bins and shortlists hold what a step adds to them: another program's would be counted twice."""
+    whole = program(len(PROMPTS), draws=True)
+    head = cut(whole, f"{LAYERS}.lm_head")
+    verify(head)
+    drawn = set()
+    for seed in range(8):
+        sampled = batch(whole, PROMPTS)
+        inputs = sampled.inputs(sampling=[dataclasses.replace(params, seed=seed)] * len(PROMPTS))
+        first = sampled.machine.step(inputs)
+        memory = sampled.machine.memory
+        counts, masses, listed = memory.bin_counts.copy(), memory.bin_masses.copy(), deepcopy(memory.undecided)
+        assert counts.any() and masses.any() and any(map(any, listed))
+        sampled.machine.load(head)
+        assert sampled.machine.memory is memory
+        again = sampled.machine.step(inputs)
+        assert again.tokens.tolist() == first.tokens.tolist() and first.tokens[0] >= 0
+        assert (memory.bin_counts == counts).all() and (memory.bin_masses == masses).all()
+        assert [list(map(sorted, rows)) for rows in memory.undecided] == [list(map(sorted, rows)) for rows in listed]
+        drawn.add(int(first.tokens[0]))
+    assert len(drawn) > 1
 
 
 def test_an_order_that_names_a_wave_twice_has_numbered_parts() -> None:

@@ -107,10 +107,18 @@ class Memory:
             own.route = None
 
     def between_programs(self) -> None:
-        """What does not outlive a program: an SM's own memory, and the ticket heads."""
+        """What does not outlive a program: an SM's own memory, the ticket heads, and what sampling adds to.
+
+        Of the two sets by step parity a step clears the next one's alone, so a program begins with both clear.
+        """
         self.forget()
         for heads in self.queues:
             heads[:] = [0] * len(heads)
+        self.bin_counts.fill(0)
+        self.bin_masses.fill(0)
+        for rows in self.undecided:
+            for tokens in rows:
+                tokens.clear()
 
     def copy_from(self, other: Memory) -> None:
         """Take over what another memory of the same shape holds, all but what is private to its SMs."""
