@@ -17,7 +17,7 @@ from typing import Any
 
 from mk.engine_config import EngineConfig
 from mk.errors import MkError
-from mk.ring import FEWEST_SLOTS, RING_SLOTS
+from mk.ring import ENTRIES, FEWEST_SLOTS, RING_SLOTS
 from mk.schedule.costs import Costs
 from mk.validation import (
     check_contexts,
@@ -83,6 +83,7 @@ class ScheduleConfig:
         check_optional("schedule", self, needed.get(self.name, ()))
         for field in fields:
             require_at_least(f"schedule.{field}", getattr(self, field), 1)
+        require_at_most("schedule.claim_ahead", self.claim_ahead, ENTRIES)
 
 
 @dataclass(slots=True)

@@ -67,7 +67,7 @@ class Word(IntEnum):
     RANK = 25  # this SM's place among the RANKS that share a phase
     RANKS = 26
     QUEUE = 27  # ticket queue of a claimer
-    CLAIM_AHEAD = 28  # tickets a claimer may hold before the consumers need them
+    CLAIM_AHEAD = 28  # tickets a claimer may hold before the consumers need them, 1 to ENTRIES
     TASK = 29  # ordinal in the flattened step, before placement
     RESERVED0 = 30
     RESERVED1 = 31

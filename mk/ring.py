@@ -1,4 +1,4 @@
-"""The kernel's ring of 8 KB slots in shared memory, as csrc/shared.cuh and csrc/gemm.cuh have it."""
+"""The kernel's rings in shared memory as csrc/ has them: of 8 KB slots (shared.cuh, gemm.cuh), of tasks (trace.cuh)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ RING_SLOTS = 22  # what an SM has room for; an ablation may take fewer
 MIN_WINDOW = 4  # slots that may be in flight, at least: those that a producer issues at once
 UNSAFE_SLOTS = 14  # of a ring may never be in flight; why is in gemm.cuh
 FEWEST_SLOTS = UNSAFE_SLOTS + MIN_WINDOW
+ENTRIES = 16  # of the task ring; a claimer looks back no further, where a place may be in its next use
 
 
 def windows_of(window_kb: int | Sequence[int]) -> tuple[int, ...]:

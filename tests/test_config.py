@@ -97,6 +97,7 @@ def test_wrong_types_name_the_key(override: str, key: str) -> None:
         (["weights=random", "weights.seed=null"], "weights=random needs weights.seed"),
         (["schedule.moe_claimers=2"], "means nothing with schedule=static"),
         (["schedule=work_stealing", "schedule.claim_ahead=0"], "schedule.claim_ahead=0 must be at least 1"),
+        (["schedule=work_stealing", "schedule.claim_ahead=17"], "schedule.claim_ahead=17 must be at most 16"),
         (["routing.distinct=4"], "means nothing with routing=checkpoint"),
         (["routing=adversarial", "routing.pattern=some"], "routing.pattern=some is not one of"),
         (["routing=replay"], "routing=replay needs routing.path"),

@@ -38,7 +38,7 @@ from mk.kv import PAGE
 from mk.model.geometry import PRESETS, SLOT_BYTES, Geometry
 from mk.model.opening import NANO
 from mk.noise import MASS_BITS
-from mk.ring import MIN_WINDOW, RING_SLOTS, UNSAFE_SLOTS
+from mk.ring import ENTRIES, MIN_WINDOW, RING_SLOTS, UNSAFE_SLOTS
 from mk.runtime import DELAYS
 from mk.shortlist import BINS
 from mk.splits import SplitPolicy
@@ -169,6 +169,7 @@ def test_constants_written_on_both_sides_agree() -> None:
         "MAX_ROWS": step_params.MAX_ROWS,
         "MAX_WINDOW": RING_SLOTS - UNSAFE_SLOTS,
         "RING_SLOTS": RING_SLOTS,
+        "ENTRIES": ENTRIES,
         "COPY_BYTES": SLOT_BYTES,
         "PRODUCER_LANES": MIN_WINDOW,
         "OWNED": step_params.OWNED,

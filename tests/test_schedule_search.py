@@ -174,6 +174,9 @@ def test_a_stored_schedule_replaces_the_axes_of_any_run(tmp_path: Path) -> None:
     plan = Plan.from_config(loaded)
     assert (plan.wave_order, plan.placement, plan.attention_claimers, plan.moe_claimers) == (order, "round_robin", 3, 2)
     assert loaded.engine.ring.window_kb == 40 and plan.splits.split_keys == 256
+    dataclasses.replace(schedule, claim_ahead=17).save(path, "claims too early")
+    with pytest.raises(MkError, match=r"schedule\.claim_ahead=17 must be at most 16"):
+        load_config(["schedule=search", f"schedule.path={path}"])
     path.write_text("waves: [qkv]\n")
     with pytest.raises(MkError, match="is no schedule"):
         load_config(["schedule=search", f"schedule.path={path}"])

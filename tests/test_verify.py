@@ -9,6 +9,7 @@ import pytest
 
 from mk.isa import ISA, NONE, Word
 from mk.programs import Plan
+from mk.ring import ENTRIES
 from mk.schedule.lower import Counter, lower
 from mk.verify import verify
 from mk.verify.errors import Names
@@ -171,6 +172,17 @@ def test_tickets_from_another_queue(op: str) -> None:
     at = find(program, op, 2)
     said = refusal(edited(program, at, QUEUE=1 + int(program.words[at, Word.QUEUE])), "word")
     assert place(program, at) in said and "QUEUE" in said
+
+
+@pytest.mark.parametrize("op", ["attn_drain", "moe_up_drain", "moe_down_drain"])
+def test_a_claimer_looks_back_no_further_than_the_task_ring(op: str) -> None:
+    program = lowered(claimers=3)
+    at = find(program, op, 2)
+    for ahead in (1, ENTRIES):
+        verify(edited(program, at, CLAIM_AHEAD=ahead))
+    for ahead in (0, ENTRIES + 1, 2**31 - 1):
+        said = refusal(edited(program, at, CLAIM_AHEAD=ahead), "word")
+        assert place(program, at) in said and f"CLAIM_AHEAD is {ahead}, not in 1..{ENTRIES}" in said
 
 
 def test_a_clear_of_another_layers_queues() -> None:

@@ -96,7 +96,7 @@ class Controller {
   DEVICE bool claim(int opcode, int layer) {
     int ahead = published_ - word(W_CLAIM_AHEAD);
     if (ahead >= claimed_from_ && claiming_) {
-      int slot = ahead % ENTRIES;
+      int slot = ahead % ENTRIES;  // CLAIM_AHEAD <= ENTRIES: the entry after it in this slot is not published yet
       if (!barrier_test(&s.entry_empty[slot], ahead / ENTRIES & 1)) return false;
     }
     if (!claiming_) claiming_ = true, claimed_from_ = published_;

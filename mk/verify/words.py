@@ -15,6 +15,7 @@ import numpy.typing as npt
 from mk.graph import HEAD_PARTS, QUEUE_KINDS, StepShape, queue_id, x_buffer
 from mk.isa import DESCRIPTOR_WORDS, ISA, NONE, Buffer, Flag, Op, Word, Words
 from mk.model.packing import MatrixSlots
+from mk.ring import ENTRIES
 from mk.schedule.lower import Cut, Program
 from mk.verify.errors import Ints, Names, VerifyError
 
@@ -229,7 +230,7 @@ def _check_op(group: _Group) -> None:
         group.equal(Word.STRIP_PITCH, head.k_slots)
     if op in QUEUED:
         group.equal(Word.QUEUE, np.array([queue_id(layer, QUEUED[op]) for layer in group.layer.tolist()]))
-        group.within(Word.CLAIM_AHEAD, 1, 2**31)
+        group.within(Word.CLAIM_AHEAD, 1, ENTRIES + 1)
     if op in SLICEWISE:
         lo = words[:, Word.TILE].astype(np.int64)
         group.partition(lo, lo + words[:, Word.TILES], s.layout.entry("head").strips, f"{op} strip", allowed)
