@@ -172,7 +172,8 @@ class Runtime:
         ):
             if not fits:
                 raise MkError(message)
-        kept = program.words[program.words[:, Word.DST] == Buffer.ACC_ATTN, Word.TILES].max(initial=0)
+        sums = np.isin(program.words[:, Word.DST], (Buffer.ACC_ATTN, Buffer.ACC_FFN))  # a part may have one of the two
+        kept = program.words[sums, Word.TILES].max(initial=0)
         if kept > OWNED:
             raise MkError(
                 f"an SM would own {kept} strips of the residual, the kernel keeps at most {OWNED}",

@@ -15,6 +15,7 @@ Words = np.ndarray
 Mutate = Callable[[Program, random.Random], Program | None]
 KINDS: dict[str, Mutate] = {}
 
+_KEEPING = ("embed", "o_proj", "moe_down_owned", "dense_down", "residual")  # what they leave stays with a strip's owner
 _WRITERS = ("embed", "o_proj", "moe_combine", "moe_down_owned", "dense_down")  # those whose DST is a choice
 _OTHER = {
     Buffer.X0: Buffer.X1,
@@ -145,6 +146,41 @@ def _(program: Program, rng: random.Random) -> Program:
     lists[one] = np.delete(lists[one], at, axis=0)
     offsets = np.cumsum([0, *(len(tasks) for tasks in lists)]).astype(np.int32)
     return dataclasses.replace(program, words=np.concatenate(lists), offsets=offsets)
+
+
+@kind("owner moved in one layer")
+def _(program: Program, rng: random.Random) -> Program | None:
+    """Two SMs own each other's strips there; or one alone embeds them."""
+    words, sms = program.words.copy(), program.sm_of
+    keeping = _of(words, *_KEEPING)
+    if not program.shape.own_rows:
+        return None
+    one, other = rng.sample(sorted(set(sms[keeping].tolist())), 2)
+    layer = rng.randrange(program.shape.geometry.layers)
+    here = _of(words, *_KEEPING[1:]) & (words[:, Word.LAYER] == layer) if rng.random() < 0.8 else _of(words, "embed")
+    strips = [Word.TILE, Word.TILES]
+    mine, theirs = (words[keeping & (sms == sm)][0, strips] for sm in (one, other))
+    words[np.ix_(here & (sms == one), strips)] = theirs
+    words[np.ix_(here & (sms == other), strips)] = mine
+    return _edited(program, words)
+
+
+@kind("strips of an owner parted")
+def _(program: Program, rng: random.Random) -> Program | None:
+    """A task for several strips becomes two: each begins at the SM's first place."""
+    several = _of(program.words, *_KEEPING) & (program.words[:, Word.TILES] > 1)
+    task = _pick(rng, several) if program.shape.own_rows else None
+    if task is None:
+        return None
+    words = np.insert(program.words, task, program.words[task], axis=0)
+    first, second = words[task], words[task + 1]
+    first[Word.TILES] = rng.randrange(1, int(second[Word.TILES]))
+    second[[Word.TILE, Word.TILES]] += np.array([1, -1]) * first[Word.TILES]
+    first[[Word.SIGNAL, Word.SIGNAL_VALUE]] = NONE, 0
+    second[[Word.WAIT0, Word.WAIT1]] = NONE
+    offsets = program.offsets.copy()
+    offsets[program.track_of[task] + 1 :] += 1
+    return dataclasses.replace(program, words=words, offsets=offsets)
 
 
 @kind("idle copy")

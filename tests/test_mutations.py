@@ -65,6 +65,7 @@ PROGRAMS = {
     "some claim, row_owner, draws": (4, "row_owner", 1, 2, DEFAULT),
     "static, dependency_affinity": (4, "dependency_affinity", 0, 0, ATTENTION_FIRST),
     "static, row_owner": (3, "row_owner", 0, 0, DEFAULT),
+    "more strips than SMs": (2, "row_owner", 0, 2, ATTENTION_FIRST),
     "all claim, round_robin": (3, "round_robin", 3, 3, ROUTER_FIRST),
     "some claim, dependency_affinity": (4, "dependency_affinity", 2, 1, DEFAULT),
     "some claim, row_owner": (4, "row_owner", 1, 2, ROUTER_FIRST),

@@ -21,6 +21,7 @@ from mk.programs import Plan
 from mk.ring import MIN_WINDOW, RING_SLOTS, UNSAFE_SLOTS
 from mk.runtime import Runtime, StepAborted
 from mk.sampling import SamplingParams
+from mk.schedule.cut import cut
 from mk.schedule.lower import Program
 from mk.splits import SplitPolicy
 from mk.stalls import describe_stall, missing_signals
@@ -66,6 +67,10 @@ def test_a_program_that_owns_more_strips_than_an_sm_keeps_is_refused(runtime: Ru
     runtime.load(program(plan=dataclasses.replace(PLAN, n_sm=fits)))
     with pytest.raises(MkError, match=rf"an SM would own \d+ strips of the residual, the kernel keeps at most {OWNED}"):
         runtime.load(program(plan=dataclasses.replace(PLAN, n_sm=fits - 1)))
+    for wave in ("0.dense_down", "2.moe_down", "2.oproj", "2.rmsnorm"):
+        runtime.load(cut(program(plan=dataclasses.replace(PLAN, n_sm=fits)), wave, wave))
+        with pytest.raises(MkError, match=rf"the kernel keeps at most {OWNED}"):
+            runtime.load(cut(program(plan=dataclasses.replace(PLAN, n_sm=fits - 1)), wave, wave))
     runtime.load(program(plan=dataclasses.replace(PLAN, n_sm=1, placement="round_robin")))  # sums go to memory
 
 

@@ -51,9 +51,9 @@ class StepShape:
     """Everything that fixes the task list of a step, the schedule's order and placement apart.
 
     rows: built batch size. bucket: the longest context (tokens, the new one included) the list has room for; it sizes
-    lists, never arithmetic. own_rows: each residual strip has one owner that keeps its sums (`OWNING` placements).
-    attention_claimers, moe_claimers: SMs that steal those tiles, 0 = static. draws: rows may be sampled; without, all
-    are greedy.
+    lists, never arithmetic. own_rows: each residual strip has one owner, for the whole step, that keeps x and its sums
+    (`OWNING` placements). attention_claimers, moe_claimers: SMs that steal those tiles, 0 = static. draws: rows may be
+    sampled; without, all are greedy.
 
     Raises MkError naming a count that cannot be.
     """

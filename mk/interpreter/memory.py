@@ -35,10 +35,15 @@ class Route:
 
 @dataclass(slots=True)
 class Private:
-    """Buffers that never leave their SM."""
+    """Buffers that never leave their SM.
 
-    acc_attn: Floats  # [rows, hidden]
-    acc_ffn: Floats  # [rows, hidden]
+    x, acc_attn, acc_ffn: [rows, hidden], an owner's strips from column 0 on, each at its place in the task at hand, as
+    the kernel keeps them: nothing there tells their numbers.
+    """
+
+    x: Floats
+    acc_attn: Floats
+    acc_ffn: Floats
     route: Route | None = None
 
 
@@ -81,8 +86,8 @@ class Memory:
         self.bin_counts, self.bin_masses = np.zeros(bins, np.int64), np.zeros(bins, np.uint64)
         self.undecided: list[list[list[int]]] = [[[] for _ in range(s.rows)] for _ in range(2)]
         self.best_score, self.best_id = np.zeros((s.slices, s.rows)), np.zeros((s.slices, s.rows), np.int64)
-        own = (s.rows, g.hidden)
-        self.private = [Private(np.zeros(own, np.float32), np.zeros(own, np.float32)) for _ in range(s.n_sm)]
+        own = (3, s.rows, g.hidden)
+        self.private = [Private(*np.zeros(own, np.float32)) for _ in range(s.n_sm)]
         self.poison()
 
     def poison(self) -> None:
@@ -102,6 +107,7 @@ class Memory:
     def forget(self) -> None:
         """Overwrite what is private to an SM."""
         for own in self.private:
+            own.x.fill(np.nan)
             own.acc_attn.fill(np.nan)
             own.acc_ffn.fill(np.nan)
             own.route = None
@@ -127,14 +133,13 @@ class Memory:
                 getattr(self, name)[...] = array
         self.tokens[:] = other.tokens
 
-    def contribution(self, buffer: Buffer, sm: int) -> Floats:
-        """The [rows, hidden] sums of attention or FFN that a descriptor names: global, or private to an SM."""
-        return {
-            Buffer.OPROJ_OUT: self.oproj_out,
-            Buffer.FFN_OUT: self.ffn_out,
-            Buffer.ACC_ATTN: self.private[sm].acc_attn,
-            Buffer.ACC_FFN: self.private[sm].acc_ffn,
-        }[buffer]
+    def contribution(self, buffer: Buffer, sm: int, columns: slice) -> Floats:
+        """Those columns [rows, n] of the sums of attention or FFN that a descriptor names: global, or an owner's."""
+        if buffer in (Buffer.ACC_ATTN, Buffer.ACC_FFN):
+            own = self.private[sm]
+            kept = own.acc_attn if buffer == Buffer.ACC_ATTN else own.acc_ffn
+            return kept[:, : columns.stop - columns.start]
+        return {Buffer.OPROJ_OUT: self.oproj_out, Buffer.FFN_OUT: self.ffn_out}[buffer][:, columns]
 
 
 class WeightSlots:

@@ -213,16 +213,16 @@ def moe_down_drain(bench: Bench, task: Task) -> Run:
 @executes("moe_down_owned")
 def moe_down_owned(bench: Bench, task: Task) -> Run:
     """The weighted sum of `moe_combine`, added up where the products are made: same numbers, same order."""
-    out, columns = bench.memory.contribution(Buffer(task[Word.DST]), task.sm), task.columns
+    out = bench.memory.contribution(Buffer(task[Word.DST]), task.sm, task.columns)
 
     def run(step: Step) -> Iterator[None]:
         route = _routed(task)
-        out[step.rows, columns] = 0
+        out[step.rows] = 0
         for expert in route.active:
             members = route.members[expert]
             rows = step.active[members]
             y = _down_product(bench, task, expert, rows, task[Word.TILE], task[Word.TILES])
-            out[rows, columns] += route.weights[expert] * y
+            out[rows] += route.weights[expert] * y
             yield
 
     return run
@@ -232,13 +232,13 @@ def moe_down_owned(bench: Bench, task: Task) -> Run:
 def moe_combine(bench: Bench, task: Task) -> Run:
     """Weighted sum of the experts' contributions in ascending id."""
     part, columns = bench.memory.ffn_part, task.columns
-    out = bench.memory.contribution(Buffer(task[Word.DST]), task.sm)
+    out = bench.memory.contribution(Buffer(task[Word.DST]), task.sm, columns)
 
     def run(step: Step) -> None:
         route = _routed(task)
-        out[step.rows, columns] = 0
+        out[step.rows] = 0
         for expert in route.active:
             rows = step.active[route.members[expert]]
-            out[rows, columns] += route.weights[expert] * part[expert, rows, columns]
+            out[rows] += route.weights[expert] * part[expert, rows, columns]
 
     return run

@@ -36,14 +36,16 @@ def normed(bench: Bench, layer: int) -> Normed:
 
 
 def _write_x(bench: Bench, task: Task) -> Callable[[Step, Floats], None]:
-    """Stores the task's columns of x [n, 16 tiles] and each strip's partial sum of squares."""
+    """Stores the task's columns of x [n, 16 tiles] and each strip's partial sum of squares; an owner keeps them too."""
     which = task[Word.DST] - Buffer.X0
     x, squares, columns, store = bench.memory.x[which], bench.memory.x_squares[which], task.columns, bench.store
     strips = slice(task[Word.TILE], task[Word.TILE] + task[Word.TILES])
+    kept = task.private.x[:, : columns.stop - columns.start]
 
     def write(step: Step, values: Floats) -> None:
         values = store(values)
         x[step.rows, columns] = values
+        kept[step.rows] = values
         terms = (values * values).reshape(len(values), -1, ROWS).transpose(2, 1, 0)
         squares[strips, step.rows] = ordered_sum(terms)
 
@@ -115,11 +117,11 @@ def qkv(bench: Bench, task: Task) -> Run:
 
 @executes("o_proj")
 def o_proj(bench: Bench, task: Task) -> Run:
-    weights, columns, source = task.strips(bench.weights), task.columns, bench.memory.attn_out
-    out = bench.memory.contribution(Buffer(task[Word.DST]), task.sm)
+    weights, source = task.strips(bench.weights), bench.memory.attn_out
+    out = bench.memory.contribution(Buffer(task[Word.DST]), task.sm, task.columns)
 
     def run(step: Step) -> None:
-        out[step.rows, columns] = rows_of(strip_product(weights(), source[step.rows]))
+        out[step.rows] = rows_of(strip_product(weights(), source[step.rows]))
 
     return run
 
@@ -147,12 +149,12 @@ def dense_up(bench: Bench, task: Task) -> Run:
 
 @executes("dense_down")
 def dense_down(bench: Bench, task: Task) -> Run:
-    weights, columns = task.strips(bench.weights), task.columns
+    weights = task.strips(bench.weights)
     hidden, width, k = bench.memory.hidden[0], bench.shape.geometry.dense_ffn, task[Word.K_SLOTS] * SLOT_K
-    out = bench.memory.contribution(Buffer(task[Word.DST]), task.sm)
+    out = bench.memory.contribution(Buffer(task[Word.DST]), task.sm, task.columns)
 
     def run(step: Step) -> None:
-        out[step.rows, columns] = rows_of(strip_product(weights(), padded(hidden[step.rows], width, k)))
+        out[step.rows] = rows_of(strip_product(weights(), padded(hidden[step.rows], width, k)))
 
     return run
 
@@ -161,22 +163,24 @@ def dense_down(bench: Bench, task: Task) -> Run:
 def residual(bench: Bench, task: Task) -> Run:
     """x' = x + (attention + ffn), stored as bf16 by the kernel, and the squares that the next norm needs.
 
-    In a part of a step an owner leaves its two sums in memory, for whoever looks at them.
+    An owner takes x from what it keeps. In a part of a step no earlier task has left it there: x comes from memory, and
+    the two sums go there, for whoever looks at them.
     """
     memory, columns, write = bench.memory, task.columns, _write_x(bench, task)
-    x = memory.x[x_buffer(task.layer) - Buffer.X0]
     owned = task[Word.SRC] == Buffer.ACC_ATTN
-    attention = memory.contribution(Buffer(task[Word.SRC]), task.sm)
-    ffn = memory.contribution(Buffer.ACC_FFN if owned else Buffer.FFN_OUT, task.sm)
-
-    leaves = owned and task.has(Flag.PART)
+    part = task.has(Flag.PART)
+    attention = memory.contribution(Buffer(task[Word.SRC]), task.sm, columns)
+    ffn = memory.contribution(Buffer.ACC_FFN if owned else Buffer.FFN_OUT, task.sm, columns)
+    x = memory.x[x_buffer(task.layer) - Buffer.X0][:, columns]
+    if owned and not part:
+        x = task.private.x[:, : columns.stop - columns.start]
 
     def run(step: Step) -> None:
         rows = step.rows
-        write(step, x[rows, columns] + (attention[rows, columns] + ffn[rows, columns]))
-        if leaves:
-            memory.oproj_out[rows, columns] = attention[rows, columns]
-            memory.ffn_out[rows, columns] = ffn[rows, columns]
+        write(step, x[rows] + (attention[rows] + ffn[rows]))
+        if owned and part:
+            memory.oproj_out[rows, columns] = attention[rows]
+            memory.ffn_out[rows, columns] = ffn[rows]
 
     return run
 

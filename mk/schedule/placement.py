@@ -122,7 +122,8 @@ class RowOwner:
     """Each residual strip has one owner for the whole step; everything else is balanced by bytes.
 
     The owner of a strip runs its embedding, O-proj, down projection and residual, so the two contributions to a strip
-    never leave the SM. Other waves are dealt in contiguous runs so that the bytes between two hand-offs are even.
+    never leave the SM. An SM owns strips side by side, which join in one task: the kernel keeps them by their place
+    there. Other waves are dealt in contiguous runs so that the bytes between two hand-offs are even.
 
     ranked: with a map of the card, its SMs, the shortest hand-off first. Strips are then owned by the first of them,
     and so run waves of fewer tasks than SMs, which all others wait for.
@@ -176,7 +177,7 @@ def _level(items: int, weight: int, load: npt.NDArray[np.int64], start: int) -> 
     return np.bincount(order // rounds, minlength=n)
 
 
-OWNING = frozenset({"row_owner", "sm_map"})  # placements of plans with `own_rows`
+OWNING = frozenset({"row_owner", "sm_map"})  # placements of plans with `own_rows`: they keep to mk/verify/owners.py
 PLACEMENTS: dict[str, Callable[[StepShape], Placement]] = {  # those that need no map of the card
     "round_robin": RoundRobin,
     "dependency_affinity": DependencyAffinity,

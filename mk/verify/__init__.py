@@ -3,6 +3,7 @@
 It looks at the lowered descriptors alone, never at how they were made:
 
 * `words`: coordinates and weights fit the model, every tile is computed once;
+* `owners`: what an SM keeps of its residual strips is for the same strips in every layer;
 * `counters`: what arrives on a counter is what its waiters count on;
 * `clocks`: one greedy run proves that no fair interleaving deadlocks, and yields who must be done before whom;
 * `steps`: nothing of a step can overtake the previous one; the weight ring and the ticket queues;
@@ -22,6 +23,7 @@ from mk.schedule.lower import Program
 from mk.verify.clocks import run_greedily
 from mk.verify.counters import check_arrivals
 from mk.verify.errors import Names, VerifyError
+from mk.verify.owners import check_owners
 from mk.verify.regions import RegionCheck
 from mk.verify.routing import DEFAULT_FAMILIES, Family, check_contexts
 from mk.verify.spans import gather
@@ -55,6 +57,7 @@ def verify(program: Program, families: Sequence[Family] = DEFAULT_FAMILIES) -> R
     words, names = program.words, Names(program)
     if program.cut is None:
         check_words(program, names)
+        check_owners(program, names)
     else:
         check_part(program, program.cut, names)
     check_contexts(program.shape, families)

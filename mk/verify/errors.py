@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 class VerifyError(MkError):
     """A schedule that must not run. `kind` is the check that refused it, one of `KINDS`."""
 
-    KINDS = ("word", "arrivals", "ring", "deadlock", "step", "read", "overwrite", "overlap", "queue")
+    KINDS = ("word", "owner", "arrivals", "ring", "deadlock", "step", "read", "overwrite", "overlap", "queue")
 
     def __init__(self, kind: str, message: str, hint: str | None = None) -> None:
         super().__init__(message, hint)
