@@ -6,6 +6,7 @@ to the same request from which the field has been dropped: a server that lost it
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
+from transformers import PreTrainedTokenizerFast
 
 from mk.engine.scripted import Reply
 from mk.server.protocol import (
@@ -45,7 +47,7 @@ from tests.request_rows import (
     Row,
     base,
 )
-from tests.server_rig import WEATHER, Served, action, chat, events, refused, serving, thought
+from tests.server_rig import TOKENIZER, WEATHER, Served, action, chat, events, refused, serving, thought
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,28 @@ def test_tokenizing_takes_fields_of_one_form(served: Served) -> None:
     for path in ("/tokenize", "/detokenize"):
         refused(served.post(path, {**smallest(path), "model": "other"}), 404, "model_not_found", "model")
         assert served.post(path, {**smallest(path), "model": "nano"}).status_code == 200
+
+
+RENDERER = inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters
+NO_VARIABLES = sorted({*RENDERER, "messages", "bos_token", "eos_token"} - {"kwargs"})
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+@pytest.mark.parametrize("name", NO_VARIABLES)
+def test_variables_of_the_template_reach_nothing_but_the_template(served: Served, path: str, name: str) -> None:
+    """Of the renderer's own parameters one is a template, which would run here."""
+    for value in ("{{ 6 * 7 }}", None, False, []):
+        asked = {**TURN, "chat_template_kwargs": {"reasoning": False, name: value}}
+        message = refused(served.post(path, asked), 400, "unsupported_parameter", "chat_template_kwargs")
+        assert f" {name} " in message
+
+
+def test_a_template_takes_any_other_variable(served: Served) -> None:
+    others = {"reasoning": False, "reasoning_effort": "high", "enable_thinking": True, "kwargs": {}, "anything": [1]}
+    plain, off = (
+        served.post("/tokenize", {**TURN, "chat_template_kwargs": given}).json()["tokens"] for given in ({}, others)
+    )
+    assert off == [*plain, TOKENIZER.marker("end_thinking")]
 
 
 def test_stream_and_its_options_change_the_form(served: Served) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -88,7 +89,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **options: Any,
     ) -> str:
-        """A conversation as prompt text by the folder's chat template; `options` are the template's own variables.
+        """A conversation as prompt text by the folder's chat template; `options`: variables of it, none `reserved`.
 
         Raises MkError without a template, or when the template refuses the messages.
         """
@@ -106,6 +107,14 @@ class Tokenizer:
             )
         except (jinja2.TemplateError, ValueError) as error:  # ValueError: no messages at all
             raise MkError(f"the chat template refuses these messages: {error}") from error
+
+    @cached_property
+    def reserved(self) -> frozenset[str]:
+        """Names that no variable of a template can have: the renderer's own parameters, a template among them, and what
+        is set here."""
+        parameters = inspect.signature(type(self._renderer).apply_chat_template).parameters.values()
+        own = (each.name for each in parameters if each.kind is not each.VAR_KEYWORD)
+        return frozenset(("messages", *own, *self._renderer.special_tokens_map))
 
     @cached_property
     def _renderer(self) -> Any:

@@ -20,7 +20,14 @@ def render_chat(
     options: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
 ) -> list[int]:
-    """Prompt tokens of a conversation. Raises ApiError for messages that cannot be rendered."""
+    """Prompt tokens of a conversation. options: variables of the template.
+
+    Raises ApiError for messages that cannot be rendered, and for options that are none.
+    """
+    for name in options or ():
+        if name in tokenizer.reserved:
+            what = f"chat_template_kwargs: {name} is no variable of the chat template"
+            raise invalid(what, "chat_template_kwargs", "unsupported_parameter")
     ids = _SmallIds()
     turns = [_turn(message, f"messages[{i}]", ids) for i, message in enumerate(messages)]
     described = [tool.model_dump() for tool in tools or ()]
@@ -28,7 +35,7 @@ def render_chat(
         text = tokenizer.render(turns, described, add_generation_prompt, **(options or {}))
     except MkError as error:
         raise invalid(str(error), "messages") from error
-    except TypeError as error:  # an option that is the renderer's own argument
+    except TypeError as error:  # a variable that the template or its renderer makes nothing of
         raise invalid(f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
     return encode(tokenizer, text, "messages")
 
