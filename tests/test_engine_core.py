@@ -171,6 +171,63 @@ def test_a_run_is_parked_only_for_what_can_be_done() -> None:
     assert engine.totals.steps.total() == 249 and [len(a.tokens) for a in (first, second, third)] == [250, 100, 60]
 
 
+def begin(engine: Core, answer: Answer) -> None:
+    """Compute its prompt."""
+    engine.submit(answer.request)
+    while not answer.tokens:
+        engine.tick()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "length", "count", "stands"),
+    [(6, 300, 5, Phase.WAITING), (24, 300, 5, Phase.PREFILL), (24, 20, 200, Phase.DECODE)],
+    ids=["waits for pages", "is in prefill", "decodes"],
+)
+def test_who_waits_behind_one_that_is_cancelled_during_a_run_is_next(
+    blocks: int, length: int, count: int, stands: Phase
+) -> None:
+    """Wherever that one stands, a run that goes on without it does not go on without who could take its place."""
+    engine = core(scripted(rows=2, pages={"full": blocks, "sliding": blocks}), steps_between=20, chunk=64)
+    decodes, blocker, waits = Answer(prompt(70, 1), 250), Answer(prompt(length, 2), count), Answer(prompt(10, 3), 4)
+    begin(engine, decodes)
+    for answer in (blocker, waits):
+        engine.submit(answer.request)
+    seated: list[int] = []  # tokens of the one that decodes, when the waiting one has its slot
+
+    def attend() -> bool:
+        if len(decodes.tokens) == 30:
+            assert (blocker.request.phase, waits.request.phase) == (stands, Phase.WAITING)
+            engine.cancel(blocker.request)
+        if waits.request.phase is not Phase.WAITING:
+            seated.append(len(decodes.tokens))
+        return False
+
+    engine.attend = attend
+    finish(engine)
+    assert blocker.finish == "cancelled" and [len(a.tokens) for a in (decodes, waits)] == [250, 4]
+    assert seated and seated[0] <= 31 + engine.engine.loop.ahead
+
+
+def test_a_cancelled_one_that_nobody_can_take_the_place_of_parks_nothing() -> None:
+    runs, engine = [], core(scripted(rows=3, pages={"full": 6, "sliding": 7}))
+    resume = engine.engine.loop.resume
+    engine.engine.loop.resume = lambda given: (runs.append(given), resume(given))  # type: ignore[method-assign]
+    decodes, first, second = Answer(prompt(70, 1), 250), Answer(prompt(300, 2), 5), Answer(prompt(300, 3), 5)
+    begin(engine, decodes)
+    for answer in (first, second):
+        engine.submit(answer.request)
+
+    def attend() -> bool:
+        if len(decodes.tokens) == 30:
+            engine.cancel(first.request)
+        return False
+
+    engine.attend = attend
+    finish(engine)
+    assert [sum(length > 0 for length in given.keys) for given in runs] == [1, 1]
+    assert first.finish == "cancelled" and second.finish == "length"
+
+
 def test_who_is_cancelled_during_a_run_leaves_when_it_is_parked() -> None:
     engine = core(scripted(rows=3))
     leaves, stays, waits = Answer(prompt(20, 1), 200), Answer(prompt(20, 2), 200), Answer(prompt(20, 3), 200)

@@ -57,7 +57,7 @@ class Core:
         self.attend: Callable[[], bool] = lambda: False
         self._batch: dict[int, Request] = {}  # of a run under way, by slot
         self._leaving: list[Request] = []  # cancelled ones of them
-        self._arrived = False  # whether anybody has been queued since a run last looked
+        self._changed = False  # whether anybody has come to the queue, or left it or a slot, since a run last looked
         self._queue: list[tuple[int, Request]] = []  # by arrival; new ones and preempted ones
         self._arrivals = 0
         self._steps_since_chunk = 0
@@ -90,7 +90,7 @@ class Core:
             raise MkError(f"{len(request.prompt)} tokens and {request.params.max_tokens} new ones exceed {context}")
         request.arrival = self._arrivals
         self._arrivals += 1
-        self._arrived = True
+        self._changed = True
         heapq.heappush(self._queue, (request.arrival, request))
 
     def refuse(self, request: Request, why: str) -> None:
@@ -285,7 +285,7 @@ class Core:
         """
         loop, parking = self.engine.loop, False
         loop.resume(run)
-        self._batch, self._arrived = batch, False
+        self._batch, self._changed = batch, False
         try:
             while steps := loop.read():
                 for step in steps:
@@ -308,8 +308,8 @@ class Core:
         """Whether there is something to do that the run under way is in the way of."""
         if self._leaving or any(request.phase is Phase.FINISHED for request in self._batch.values()):
             return True
-        arrived, self._arrived = self._arrived, False
-        if not (arrived and self._queue and None in self.slots):
+        changed, self._changed = self._changed, False
+        if not (changed and self._queue and None in self.slots):
             return False
         first = self._queue[0][1]
         return self.seats.fits(first, self.seats.lookup(first))
@@ -370,6 +370,7 @@ class Core:
         else:
             self._queue = [entry for entry in self._queue if entry[1] is not request]
             heapq.heapify(self._queue)
+        self._changed = True  # who stood behind it, or lacked its slot or its pages, may be next
         request.phase, request.saved = Phase.FINISHED, {}
         request.due.finish, request.due.error = why, error
         self.totals.finished[why] += 1
