@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from mk.engine.worker import Worker
+from mk.engine.worker import QueueFull, Worker
 from mk.errors import MkError
 from tests.engine_rig import Answer, core, prompt, scripted, successor
 
@@ -81,6 +81,34 @@ def test_a_refusal_of_the_engines_is_told_and_the_thread_goes_on() -> None:
     worker.submit(right.request)
     assert right.wait().finish == "length" and worker.failed is None
     worker.stop()
+
+
+def test_so_many_may_wait_wherever_they_do_and_several_come_together_or_not_at_all() -> None:
+    """In the core's queue, and before a thread that is busy has taken them in."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    def held(history: Sequence[int]) -> Mapping[int, float]:
+        if len(history) == 20:
+            entered.set()
+            assert go_on.wait(10)
+        return successor(history)
+
+    worker = Worker(core(scripted(held, rows=1)))
+    queued, arriving, refused = (
+        [Waiting(prompt(length, seed), 3) for seed in range(count)] for count, length in ((3, 20), (2, 10), (4, 10))
+    )
+    worker.submit(*(answer.request for answer in queued), max_waiting=3)
+    worker.start()
+    assert entered.wait(10)  # one of them has left the queue for the only slot
+    worker.submit(arriving[0].request, max_waiting=4)
+    for count, most in ((4, 6), (2, 4), (1, 3)):
+        with pytest.raises(QueueFull, match=f"3 requests are waiting, and {most} may"):
+            worker.submit(*(answer.request for answer in refused[:count]), max_waiting=most)
+    worker.submit(arriving[1].request, max_waiting=4)
+    go_on.set()
+    assert {answer.wait().finish for answer in (*queued, *arriving)} == {"length"}
+    worker.stop()
+    assert worker.snapshot.finished == {"length": 5} and not any(answer.deliveries for answer in refused)
 
 
 @pytest.mark.parametrize("defect", [False, True], ids=["a step given up", "a defect"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -183,6 +185,40 @@ def test_a_full_queue_turns_requests_away() -> None:
         refused(small.post(TEXT, {"prompt": "a", "n": 3}), 400)
         refused(small.post(CHAT, {"messages": HI, "n": 3}), 429, "queue_full")
         assert small.post(TEXT, {"prompt": "a", "n": 2, "max_tokens": 1}).status_code == 200
+
+
+SEVERAL = {"of one": 1, "of three choices": 3, "of two prompts twice": 4}
+
+
+@pytest.mark.parametrize("stuck", [{}, {"logprobs": True}, {"max_tokens": 1}], ids=["run", "picked step", "prompt"])
+@pytest.mark.parametrize("size", SEVERAL.values(), ids=SEVERAL)
+def test_a_burst_fills_the_queue_and_no_more(stuck: dict[str, Any], size: int) -> None:
+    """While one step lasts, the engine hears of none of it; who is turned away leaves nothing behind."""
+    entered, go_on = threading.Event(), threading.Event()
+    with serving(max_waiting=5) as small, ThreadPoolExecutor(41) as pool:
+
+        def held(history: Sequence[int]) -> Mapping[int, float]:
+            if small.service.worker.core.totals.generated_tokens == (0 if stuck.get("max_tokens") else 2):
+                entered.set()
+                assert go_on.wait(30)
+            return {300: 30.0}
+
+        ask = {"messages": [{"role": "user", "content": small.runs(held)}], "max_tokens": 4, **stuck}
+        path, body = (TEXT, {"prompt": ["a", "b"], "n": 2}) if size == 4 else (CHAT, {"messages": HI, "n": size})
+        try:
+            first = pool.submit(small.post, CHAT, ask)
+            assert entered.wait(10)
+            burst = [pool.submit(small.post, path, {**body, "max_tokens": 2}) for _ in range(40)]
+            small.wait_until(lambda: sum(answer.done() for answer in burst) == 40 - 5 // size)
+            for answer in burst:
+                if answer.done():
+                    refused(answer.result(), 429, "queue_full")
+        finally:
+            go_on.set()
+        answers = [first.result(), *(answer.result() for answer in burst)]
+        assert [answer.status_code for answer in answers].count(200) == 1 + 5 // size
+        small.assert_idle()
+        assert small.gauge("mk_requests_finished_total") == 1 + 5 // size * size
 
 
 def test_what_the_server_says_about_itself(served: Served) -> None:

@@ -74,6 +74,11 @@ class Core:
         return [request for _, request in sorted(self._queue, key=lambda entry: entry[0])]
 
     @property
+    def queued(self) -> int:
+        """How many wait. Any thread may ask."""
+        return len(self._queue)
+
+    @property
     def busy(self) -> bool:
         return bool(self._queue) or any(request is not None for request in self.slots)
 

@@ -19,6 +19,10 @@ log = logging.getLogger("mk.engine")
 REFRESH_S = 0.05  # of the snapshot while a run goes on: counting what the cache holds takes longer than a step may wait
 
 
+class QueueFull(MkError):
+    """As many requests wait as may."""
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Gauges and totals between two steps."""
@@ -42,6 +46,7 @@ class Worker:
         self.core = core
         self.failed: str | None = None  # why the engine is out of order
         self._inbox: list[Callable[[], None]] = []
+        self._arriving = 0  # requests that the core has not taken in yet: while a step lasts, it takes in nothing
         self._wake = threading.Condition()
         self._stopping = False
         self._seen = 0.0  # when the snapshot was taken
@@ -66,14 +71,21 @@ class Worker:
         """Whether every request ends or has ended because the worker does."""
         return self._stopping
 
-    def submit(self, *requests: Request) -> None:
-        """Queue requests, neighbours in order of arrival. One that cannot be served is told so through its sink.
+    def submit(self, *requests: Request, max_waiting: int | None = None) -> None:
+        """Queue requests, all or none, neighbours in order of arrival. One that cannot be served is told so through its
+        sink.
 
-        Raises MkError when the engine is out of order or shutting down.
+        max_waiting: of requests in the queue, these included; None = any number.
+
+        Raises QueueFull beyond that, MkError when the engine is out of order or shutting down.
         """
         with self._wake:
             if self.failed or self._stopping:
                 raise MkError(self.failed or "the server is shutting down")
+            waiting = self.core.queued + self._arriving
+            if max_waiting is not None and waiting + len(requests) > max_waiting:
+                raise QueueFull(f"{waiting} requests are waiting, and {max_waiting} may")
+            self._arriving += len(requests)
             self._inbox.append(lambda: self._take_in(requests))
             self._wake.notify()
 
@@ -85,10 +97,12 @@ class Worker:
 
     def _take_in(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            try:
-                self.core.submit(request)
-            except MkError as error:
-                self.core.refuse(request, str(error))
+            with self._wake:  # whoever submits meanwhile counts it once, on one side or the other
+                self._arriving -= 1
+                try:
+                    self.core.submit(request)
+                except MkError as error:
+                    self.core.refuse(request, str(error))
 
     def _run(self) -> None:
         while True:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fastapi import Request as HttpRequest
 
 from mk.engine.request import Constraint, Delivery, GenerationParams, Request
-from mk.engine.worker import Worker
+from mk.engine.worker import QueueFull, Worker
 from mk.errors import MkError
 from mk.model.tokenizer import Tokenizer
 from mk.sampling import SamplingParams
@@ -146,10 +146,10 @@ class Generation:
         ]
         self._open = set(range(len(self._requests)))
         self._clocks = [service.metrics.clock() for _ in self._requests]
-        if service.worker.snapshot.waiting + len(self._requests) > service.max_waiting:
-            raise ApiError(429, f"{service.max_waiting} requests are waiting already", "queue_full")
         try:
-            service.worker.submit(*self._requests)
+            service.worker.submit(*self._requests, max_waiting=service.max_waiting)
+        except QueueFull as error:
+            raise ApiError(429, str(error), "queue_full") from error
         except MkError as error:
             raise unavailable(str(error)) from error
 
