@@ -105,7 +105,8 @@ class Tokenizer:
                 tokenize=False,
                 **options,
             )
-        except (jinja2.TemplateError, ValueError) as error:  # ValueError: no messages at all
+        # ValueError: no messages at all; RecursionError: a template that descends further than Python does
+        except (jinja2.TemplateError, ValueError, RecursionError) as error:
             raise MkError(f"the chat template refuses these messages: {error}") from error
 
     @cached_property

@@ -94,9 +94,9 @@ class ActionScanner:
         while (start := text.find("{", at)) >= 0:
             try:
                 value, end = _DECODER.raw_decode(text, start)
+                call = _as_call(value)
             except (ValueError, RecursionError):
-                value, end = None, start + 1
-            call = _as_call(value)
+                call = None
             if call is None:
                 end = start + 1
                 self.left_over += text[at:end]

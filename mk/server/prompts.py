@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from mk.errors import MkError
 from mk.model.tokenizer import Tokenizer
 from mk.server.errors import invalid
-from mk.server.protocol import Message, Tool
+from mk.server.protocol import MAX_DEPTH, Message, Tool, too_deep
 
 
 def render_chat(
@@ -106,7 +105,19 @@ def _call(call: Mapping[str, Any], at: str, ids: _SmallIds) -> dict[str, Any]:
         raise invalid(f"{at} has no function name", at)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # the model wrote that, or the client broke it: the template gets text
-            arguments = json.loads(arguments or "{}")
+        arguments = _parsed(arguments, f"{at}.function.arguments")
     named = {"name": function["name"], "arguments": {} if arguments is None else arguments}
     return {"id": ids.give(str(call.get("id", ""))), "type": "function", "function": named}
+
+
+def _parsed(arguments: str, at: str) -> Any:
+    try:
+        value = json.loads(arguments or "{}")
+        deep = too_deep(value)
+    except ValueError:  # the model wrote that, or the client broke it: the template gets text
+        return arguments
+    except RecursionError:
+        deep = True
+    if deep:
+        raise invalid(f"{at}: nested deeper than {MAX_DEPTH} levels", at)
+    return value

@@ -10,7 +10,8 @@ import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, field_validator
+from pydantic_core import PydanticCustomError
 
 from mk.server.errors import ApiError
 
@@ -21,6 +22,7 @@ TokenId = Annotated[int, Field(strict=True, ge=0)]
 MAX_STOPS = 16
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
+MAX_DEPTH = 100  # of lists and objects in each other: less than grammars (128), pydantic (255) and Python (1000) take
 
 # Accepted without effect: bookkeeping of the caller's, or advice to a provider that has more than one machine.
 WITHOUT_EFFECT = {"store", "metadata", "user", "service_tier", "prompt_cache_key", "safety_identifier"}
@@ -82,6 +84,15 @@ _OF_CHAT: dict[str, tuple[Any, ...]] = {
 }
 
 
+def too_deep(value: Any) -> bool:
+    """Whether more than MAX_DEPTH lists and objects of a JSON value lie in each other."""
+    level = [value] if isinstance(value, list | dict) else []
+    for _ in range(MAX_DEPTH):
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [value for values in inner for value in values if isinstance(value, list | dict)]
+    return bool(level)
+
+
 class Lenient(BaseModel):
     """An object of which more than the declared fields may be sent."""
 
@@ -92,6 +103,13 @@ class KnownFields(Lenient):
     """A request. unsupported: fields that are refused, with the values that are not."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = _UNSUPPORTED
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_depth(cls, value: Any) -> Any:
+        if too_deep(value):
+            raise PydanticCustomError("too_deep", "nested deeper than {levels} levels", {"levels": MAX_DEPTH})
+        return value
 
     def check_fields(self) -> None:
         """Raises ApiError for a field that asks for what is not done here; logs one that nobody knows."""
