@@ -8,6 +8,7 @@ named by its sha256), and whatever figures the experiment adds. A run of several
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import hashlib
@@ -188,20 +189,21 @@ def _line(raw: Mapping[str, Any]) -> str:
 
 def _unique_folder(root: Path, name: str) -> Path:
     """A new folder `name`, `name-2`, ... under `root`: mkdir is atomic, so two runs never share one."""
-    for suffix in itertools.count(1):
-        path = root / (name if suffix == 1 else f"{name}-{suffix}")
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise MkError(f"cannot make the run folder {path}: {error.strerror}", hint="run_dir=<folder>") from error
-        return path
-    raise AssertionError("itertools.count ended")
+    path = root
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for suffix in itertools.count(1):
+            path = root / (name if suffix == 1 else f"{name}-{suffix}")
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                break
+    except OSError as error:
+        raise MkError(f"cannot make the run folder {path}: {error.strerror}", hint="run_dir=<folder>") from error
+    return path
 
 
 def git_commit() -> tuple[str, bool]:
-    """(commit of this code, whether tracked sources differ from it); ("none", False) outside a repository."""
+    """(commit of this code, whether the sources differ from its); ("none", False) outside a repository."""
     head = next(iter(recent_commits(1, ROOT)), "none")
     return head, head != "none" and source_hash(ROOT) != commit_source_hash(head, ROOT)
 

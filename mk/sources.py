@@ -14,8 +14,11 @@ FILES = ("run.py", "pyproject.toml", "constraints.txt")
 
 
 def source_hash(root: Path = ROOT) -> str:
-    """Of the files under `root`, tracked ones where git knows; the first 16 digits of a sha256 over paths and blobs."""
+    """Of the files under `root`, where git knows but for ignored ones; the first 16 digits of a sha256 over paths and
+    blobs. A file that is not tracked yet may be read as well as any other."""
     known = tracked(root)
+    if known is not None:
+        known |= set(_git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *FOLDERS, *FILES).split("\0"))
     found = {}
     for path in [*(root / name for name in FILES), *(p for name in FOLDERS for p in sorted((root / name).rglob("*")))]:
         name = path.relative_to(root).as_posix()

@@ -66,6 +66,9 @@ def test_run_dir_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(MkError, match="cannot make the run folder"):
         RunFolder.create(load_config([f"run_dir={tmp_path}/file"]))
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(MkError, match=f"cannot make the run folder {tmp_path}/link"):
+        RunFolder.create(load_config([f"run_dir={tmp_path}/link"]))
 
 
 def test_a_row_carries_the_axes_of_its_run_and_survives_the_file(run: RunFolder) -> None:
@@ -157,16 +160,18 @@ def write_sources(root: Path) -> None:
         (root / name).write_text(name)
 
 
-def test_dirty_are_changes_to_tracked_sources_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dirty_are_changes_to_what_may_be_read_as_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that nobody has added to git yet among them: a wave order of one's own is one."""
     monkeypatch.setattr("mk.runs.ROOT", tmp_path)
     write_sources(tmp_path)
+    (tmp_path / ".gitignore").write_text("*.log\n")
     commit_all(tmp_path)
     commit, dirty = git_commit()
     assert len(commit) == 40 and not dirty
     (tmp_path / "README.md").write_text("a new figure")
     (tmp_path / "results" / "h200").mkdir(parents=True)
     (tmp_path / "results" / "h200" / "rows.jsonl").write_text("{}")  # as a promotion leaves it
-    (tmp_path / "mk" / "untracked.py").write_text("")
+    (tmp_path / "mk" / "ignored.log").write_text("")
     assert git_commit() == (commit, False)
     (tmp_path / "mk" / "a.py").write_text("edited")
     assert git_commit() == (commit, True)
@@ -174,7 +179,9 @@ def test_dirty_are_changes_to_tracked_sources_alone(tmp_path: Path, monkeypatch:
     assert git_commit() == (commit, True)
     (tmp_path / "mk" / "a.py").write_text("mk/a.py")
     assert git_commit() == (commit, False)
-    subprocess.run(["git", "add", "mk/untracked.py"], cwd=tmp_path, check=True)
+    (tmp_path / "mk" / "new.py").write_text("")
+    assert git_commit() == (commit, True)
+    subprocess.run(["git", "add", "mk/new.py"], cwd=tmp_path, check=True)
     assert git_commit() == (commit, True)
 
 
