@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from evals.benchmarks.base import Benchmark, Score
 from evals.completion import Completion
@@ -112,19 +112,38 @@ def write_report(folder: Path, result: Result, **more: Any) -> None:
     (folder / REPORT).write_text(json.dumps(values, indent=2) + "\n")
 
 
-def theirs(folder: Path, scores: Sequence[Sequence[Score]], requests_hash: str) -> list[list[int]]:
-    """What another run folder has right of these units, by run. Raises MkError unless both sent the same requests."""
-    try:
-        report = json.loads((folder / REPORT).read_text())
-        lines = [json.loads(line) for line in (folder / SCORES).read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise MkError(f"{folder} is no finished evaluation: {error}", hint="experiment.compare=<run folder>") from error
-    if report["requests_hash"] != requests_hash:
-        raise MkError(f"{folder} was asked other requests than this evaluation, so their scores cannot be compared")
-    found: dict[int, dict[str, bool]] = {}
-    for line in lines:
-        found.setdefault(line["run"], {})[line["unit"]] = line["correct"]
-    return [[int(run[score.unit]) for score in scores[0]] for run in found.values()]
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finished:
+    """Another evaluation, as its run folder has it. correct: by run and unit."""
+
+    folder: Path
+    requests_hash: str
+    correct: Mapping[int, Mapping[str, bool]]
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Raises MkError naming a folder that has none, or a broken one."""
+        try:
+            requests_hash = json.loads((folder / REPORT).read_text())["requests_hash"]
+            found: dict[int, dict[str, bool]] = {}
+            for line in map(json.loads, (folder / SCORES).read_text().splitlines()):
+                found.setdefault(int(line["run"]), {})[line["unit"]] = bool(line["correct"])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            why = f"{type(error).__name__}: {error}"
+            hint = "experiment.compare=<run folder>"
+            raise MkError(f"experiment.compare={folder} is no finished evaluation: {why}", hint=hint) from error
+        if not found:
+            raise MkError(f"experiment.compare={folder} has no scores")
+        return cls(folder, requests_hash, found)
+
+    def of(self, scores: Sequence[Sequence[Score]], requests_hash: str) -> list[list[int]]:
+        """What it has right of these units, by run. Raises MkError unless both sent the same requests."""
+        if self.requests_hash != requests_hash:
+            raise MkError(f"{self.folder} was asked other requests than this evaluation")
+        units = [score.unit for score in scores[0]]
+        if missing := [unit for run in self.correct.values() for unit in units if unit not in run]:
+            raise MkError(f"{self.folder} has no score of {missing[0]}")
+        return [[int(run[unit]) for unit in units] for run in self.correct.values()]
 
 
 def lines(result: Result, row: Row) -> list[str]:

@@ -20,7 +20,7 @@ from evals.benchmarks.base import Benchmark, Problem, Score
 from evals.greedy import count_equal
 from evals.harness import Evaluated, evaluate
 from evals.preflight import estimate, require_affordable
-from evals.report import lines, raw_answers, summarise, theirs, write_report, write_scores
+from evals.report import Finished, lines, raw_answers, summarise, write_report, write_scores
 from evals.runner import Runner
 from evals.samples import FILE, Sample, SampleStore
 from evals.sandbox.probes import open_sandbox
@@ -44,6 +44,7 @@ def score(cfg: Config) -> tuple[int, Path]:
     if settings.base_url is None:
         require_engine(cfg, cfg.server.slots)
     benchmark = open_benchmark(cfg.benchmark, Path(settings.data_dir))
+    other = None if settings.compare is None else Finished.read(Path(settings.compare))  # before anything is asked
     with contextlib.ExitStack() as stack:
         if settings.base_url is None:
             problems = _problems(cfg, benchmark, _is_toy(cfg))  # before a server is started for nothing
@@ -62,8 +63,12 @@ def score(cfg: Config) -> tuple[int, Path]:
             samples = [sample for sample in store if runner.requests.get(sample.key) == sample.request]
             raw = _raw(cfg, asked, runner, samples, found.scores, answered)
             result = summarise(benchmark, raw, found.scores, runner.requests)
-            if settings.compare is not None:
-                raw["theirs"] = theirs(Path(settings.compare), found.scores, result.requests_hash)
+            failed = None  # why what was asked for cannot be compared, which is no reason to lose the answers
+            if other is not None:
+                try:
+                    raw["theirs"] = other.of(found.scores, result.requests_hash)
+                except MkError as error:
+                    failed = f"not compared: {error}"
             row = run.measured(
                 raw,
                 engine=asked.engine.name,
@@ -85,8 +90,8 @@ def score(cfg: Config) -> tuple[int, Path]:
                 harness=found.results,
             )
             run.append_row(row, raw)
-            print("\n".join([*lines(result, row), f"run folder: {run.path}"]))
-            return int(not all(row.checks.values())), run.path
+            print("\n".join([*lines(result, row), *filter(None, [failed]), f"run folder: {run.path}"]))
+            return int(failed is not None or not all(row.checks.values())), run.path
 
 
 def _is_toy(cfg: Config) -> bool:

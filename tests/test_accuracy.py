@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import threading
 import time
 from collections import deque
@@ -21,7 +22,7 @@ from evals.completion import Completion, Request
 from evals.figures import bootstrap_difference, mean_and_sd
 from evals.harness import evaluate
 from evals.preflight import estimate, require_affordable
-from evals.report import raw_answers, summarise, theirs, write_report, write_scores
+from evals.report import Finished, raw_answers, summarise, write_report, write_scores
 from evals.runner import Answers, Job, Runner
 from evals.samples import FILE, SampleStore, read_samples
 from experiments.accuracy import main
@@ -184,12 +185,22 @@ def test_the_difference_of_two_engines(aime: Benchmark, tmp_path: Path) -> None:
         folders.append(folder)
         results.append((scores, result.requests_hash))
     mine = [[score.correct for score in run] for run in results[0][0]]
-    found = bootstrap_difference(mine, theirs(folders[1], *results[0]))
+    found = bootstrap_difference(mine, Finished.read(folders[1]).of(*results[0]))
     assert found.mean == 0.5 and 0 <= found.low < 0.5 < found.high <= 1
     with pytest.raises(MkError, match="was asked other requests"):
-        theirs(folders[1], results[0][0], "0")
-    with pytest.raises(MkError, match="no finished evaluation"):
-        theirs(tmp_path, *results[0])
+        Finished.read(folders[1]).of(results[0][0], "0")
+    with pytest.raises(MkError, match=f"experiment.compare={tmp_path} is no finished evaluation"):
+        Finished.read(tmp_path)
+    for name, text in (
+        ("report.json", "{}"),
+        ("scores.jsonl", "[]\n"),
+        ("scores.jsonl", '{"run": "x"}\n'),
+        ("scores.jsonl", ""),
+    ):
+        broken = shutil.copytree(folders[1], tmp_path / f"{name}{len(text)}")
+        (broken / name).write_text(text)
+        with pytest.raises(MkError, match="is no finished evaluation|has no score of|has no scores"):
+            Finished.read(broken).of(*results[0])
 
 
 def test_the_bootstrap_interval_covers_what_it_should() -> None:

@@ -70,6 +70,17 @@ def test_sampled_runs_differ_and_go_on(committed: Path, tmp_path: Path, capsys: 
     require_kept(committed, second.folder, **dict.fromkeys(names, lambda value: value + 1), checks=no)
 
 
+def test_a_comparison_that_cannot_be_made_costs_no_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = [*NANO_CODE, "benchmark.max_tokens=2", "experiment.limit=1"]
+    with pytest.raises(MkError, match="experiment.compare=/nowhere is no finished evaluation"):
+        run(tmp_path, *small, "experiment.compare=/nowhere")
+    assert not list(tmp_path.glob("*/rows.jsonl")) and "answers" not in capsys.readouterr().out
+    first = run(tmp_path, *small)
+    other = run(tmp_path, *small, "benchmark.max_tokens=3", f"experiment.compare={first.folder}")
+    assert other.status == 1 and other.row.score is not None and other.row.score_difference is None
+    assert f"not compared: {first.folder} was asked other requests" in capsys.readouterr().out
+
+
 def test_a_toy_needs_a_limit_for_what_it_cannot_solve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "aime2025.jsonl", [{"problem": f"number {n}", "answer": str(n)} for n in range(4)])
     overrides = known(tmp_path, "aime2025", 4)[1]
