@@ -55,7 +55,7 @@ def judge(run: RunFolder, rows: Mapping[str, Row], simulated: Mapping[str, float
     raw = {
         "kind": "simulated_ranks",
         "labels": list(rows),
-        "digests": [row.digest for row in rows.values()],  # of the measured rows
+        "measured": [row.raw_sha256 for row in rows.values()],  # the rows', by their raw data
         "p50_ms": [row.p50_ms for row in rows.values()],
         "simulated_ms": [simulated[label] for label in rows],
     }

@@ -112,7 +112,7 @@ def raw_of(steps: Sequence[Measured], simulated: Sequence[float], places: Sequen
     return {
         "kind": "simulated_ranks",
         "labels": [f"batch {steps[place].row.batch} {steps[place].label}" for place in places],
-        "digests": [steps[place].row.digest for place in places],  # of the measured rows
+        "measured": [steps[place].row.raw_sha256 for place in places],  # the rows', by their raw data
         "p50_ms": [steps[place].p50_ms for place in places],
         "simulated_ms": [simulated[place] for place in places],
     }

@@ -13,10 +13,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,9 +129,9 @@ def raw_lines(run: Path, rows: Iterable[Row]) -> list[str]:
 def as_published(rows: list[Row], hashes: Mapping[str, str], root: Path) -> list[Row]:
     """The rows with the commit of their sources, where they name none, and the hash of the configuration that is kept;
     digests follow."""
-    out: list[Row] = []
     renamed: dict[str, str | None] = {}
-    for row in rows:
+
+    def publish(row: Row) -> Row:
         found = commit_of(row.source_hash or "", root) if names_none(row.commit) else "none"
         commit = row.commit if found == "none" else found
         config = hashes.get(row.config_hash, row.config_hash)
@@ -139,8 +140,20 @@ def as_published(rows: list[Row], hashes: Mapping[str, str], root: Path) -> list
         if new != row and row.digest == row.computed_digest():  # an edited row stays one
             new = new.sealed()
             renamed[row.digest or ""] = new.digest
-        out.append(new)
-    return out
+        return new
+
+    after = {row.digest: row.ratio_to for row in rows}
+    order = sorted(range(len(rows)), key=lambda number: _depth(rows[number].ratio_to, after))
+    made = {number: publish(rows[number]) for number in order}  # what a ratio is to, before the row that has it
+    return [made[number] for number in range(len(rows))]
+
+
+def _depth(to: str | None, after: Mapping[str | None, str | None]) -> int:
+    """How many rows stand behind one with this `ratio_to`, by digest; of a ring, as many as there are."""
+    depth = 0
+    while to is not None and depth < len(after):
+        depth, to = depth + 1, after.get(to)
+    return depth
 
 
 def names_none(commit: str) -> bool:
@@ -231,8 +244,24 @@ def verify(results: Path, readme: Path, root: Path = ROOT) -> tuple[list[str], l
         problems += _verify_folder(folder, folder.relative_to(results).as_posix(), kept, root)
     known = {*flat, *(folder / name for folder in folders for name in KEPT)}
     problems += [f"{path.relative_to(results)}: rows lie in <card>/<run>/rows.jsonl" for path in sorted(files - known)]
+    problems += ranked_problems(kept)
     wrong, unknown = check_readme(readme.read_text(), kept)
     return problems + wrong + list(stale(results, kept)), notes + unknown
+
+
+def ranked_problems(kept: Sequence[Kept]) -> Iterable[str]:
+    """Of rows that say how well the simulator ranks measured ones: those must be kept, with the times that it took."""
+    known = {name: of.row for of in kept for name in (of.row.raw_sha256, of.row.digest) if name is not None}
+    ranked = [of for of in kept if of.row.rank_correlation is not None]
+    files = {path: read_raw(path) for path in {of.raw for of in ranked} if path is not None}
+    for of in ranked:
+        raw = files.get(of.raw, {}).get(of.row.raw_sha256 or "", {}) if of.raw else {}
+        names = raw.get("measured", raw.get("digests", []))  # by raw data, once by digest
+        for name, p50_ms in itertools.zip_longest(names, raw.get("p50_ms", [])):
+            if name not in known:
+                yield f"{of.place}: the measured row {name} is not kept"
+            elif known[name].p50_ms != p50_ms:
+                yield f"{of.place}: p50_ms of the row {name} is {known[name].p50_ms}, its raw data has {p50_ms}"
 
 
 def _verify_flat(

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +108,41 @@ def test_a_ratio_is_to_the_steps_of_the_row_that_it_names(repository: Path) -> N
     assert any("its ratio is not to the steps of the row" in problem for problem in problems(repository))
     edit(folder / "rows.jsonl", 1, lambda values: Row.from_json(values | {"ratio_to": "none"}).sealed().to_json())
     assert any("no such row beside it" in problem for problem in problems(repository))
+
+
+def test_a_ratio_follows_the_row_that_it_is_to_wherever_that_stands(repository: Path) -> None:
+    """The digests of a run that names no commit change as it is promoted."""
+    run = made(repository, dirty=True)
+    lines = (run.path / "rows.jsonl").read_text().splitlines(keepends=True)
+    for order in ((0, 1, 2, 3), (1, 0, 3, 2), (3, 1, 2, 0)):
+        (run.path / "rows.jsonl").write_text("".join(lines[at] for at in order))
+        rows = read_rows(run.path / "rows.jsonl")
+        out = results.as_published(rows, {}, repository)
+        assert [row.engine for row in out] == [row.engine for row in rows]
+        assert {row.ratio_to for row in out} == {None, *(row.digest for row in out if row.engine == "cuda")}
+        assert all(new.digest != old.digest for new, old in zip(out, rows, strict=True))
+
+
+def test_what_the_simulator_is_judged_by_is_kept_and_took_as_long(tmp_path: Path) -> None:
+    kept = read_kept(ROOT / "results")
+    judged = [of for of in kept if of.row.rank_correlation is not None]
+    assert judged and list(results.ranked_problems(kept)) == []
+    folder = Path(
+        shutil.copytree(ROOT / "results" / judged[0].place.rpartition("/")[0], tmp_path / "simulated" / "run")
+    )
+    alone = read_kept(tmp_path)
+    assert any("the measured row" in problem and "is not kept" in problem for problem in results.ranked_problems(alone))
+    (at,) = {of.raw for of in alone}
+    assert at == folder / "raw.jsonl"
+    first = json.loads(at.read_text().splitlines()[0])
+    name = (first.get("measured") or first.get("digests"))[0]
+    slower = [
+        dataclasses.replace(of, row=dataclasses.replace(of.row, p50_ms=(of.row.p50_ms or 0) + 1))
+        if name in (of.row.digest, of.row.raw_sha256)
+        else of
+        for of in kept
+    ]
+    assert any(f"p50_ms of the row {name} is" in problem for problem in results.ranked_problems(slower))
 
 
 def test_a_label_edited_by_hand_is_refused(repository: Path) -> None:
