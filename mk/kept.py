@@ -137,7 +137,7 @@ SET_BY_EXPERIMENT: dict[str, Callable[[Row, Mapping[str, Any], Mapping[str, Any]
         **({"model": [row.model]} if own["base_url"] else {}),  # of a server that has a model of its own
     },
     "quickstart": lambda row, own, config: {
-        "batch": [config["batch"]["size"]] + [len(own["ragged"])] * bool(own["ragged"]),
+        "batch": [config["batch"]["size"]] + ([len(own["ragged"])] if own["ragged"] else []),
         "context": [row.context]  # of texts
         if config["batch"]["contexts"] is None and row.batch == config["batch"]["size"]
         else [contexts for contexts in (config["batch"]["contexts"], own["ragged"]) if contexts is not None],

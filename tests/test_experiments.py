@@ -16,6 +16,7 @@ import torch
 from mk.compose import experiment_main, load_config, to_yaml, vary
 from mk.config import group_options
 from mk.errors import MkError
+from mk.kept import config_problems, read_configs
 from mk.programs import Plan
 from mk.recompute import different
 from mk.rows import SCHEMA, read_raw, read_rows
@@ -61,7 +62,9 @@ def test_every_experiment_runs_small_and_every_leaf_is_read(tmp_path: Path, subt
                     assert not experiment_main(name)(config)
                 folder = folder_of(root)
                 found, raw = read_rows(folder / "rows.jsonl"), read_raw(folder / "raw.jsonl")
+                configs = read_configs(folder)
                 for row in found:
+                    assert list(config_problems(row, configs)) == []
                     assert row.schema == SCHEMA and row.digest == row.computed_digest() and all(row.checks.values())
                     assert list(different(row, raw[row.raw_sha256 or ""])) == []
                 assert found and (folder / "rows.csv").exists()

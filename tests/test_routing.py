@@ -130,6 +130,16 @@ def test_a_trace_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     refused("is not a routing trace")
     np.savez(path, other=np.zeros(3))
     refused("is not a routing trace")
+    whole = path.read_bytes()
+    damaged = whole[:60] + b"\xff" * 40 + whole[100:]
+    for broken in (b"", b"PK\x03\x04 and nothing else", whole[: len(whole) // 2], damaged):
+        path.write_bytes(broken)
+        refused("is not a routing trace")
+    np.savez_compressed(path, ids=np.arange(4000), layers=np.arange(4000))
+    packed = bytearray(path.read_bytes())
+    packed[200:260] = bytes(60)  # of a deflated array
+    path.write_bytes(packed)
+    refused("is not a routing trace")
     ids = np.zeros((5, len(WIDE.sparse_layers), 2, 4), np.int16)
     Trace(WIDE.sparse_layers, ids[:, :-1]).save(path)
     refused("ids of shape")
