@@ -91,7 +91,7 @@ class Served:
         lines = self.get("/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
-    def wait_until(self, done: Callable[[], bool], seconds: float = 10) -> None:
+    def wait_until(self, done: Callable[[], bool], seconds: float = 60) -> None:
         end = time.monotonic() + seconds
         while not done():
             assert time.monotonic() < end, "it did not come about in time"
