@@ -144,17 +144,58 @@ def test_the_hub_is_asked_for_what_the_configuration_names(tmp_path: Path, monke
 # choices
 
 
-@pytest.mark.parametrize(
-    ("content", "letter"),
-    [
-        ("Answer: C", "C"), ("**Answer: B**", "B"), ("Answer: **D**", "D"), ("the answer is (A).", "A"),
-        ("The answer is (E)", None), ("First I thought the answer is (A), but the answer is (B).", "B"),
-        ("answer: $C$", "C"), (r"answer is $\boxed{D}$", "D"), ("Answer: Because", None), ("A", None), ("", None),
-        ("The answer is B because A is wrong", "B"), ("Answer:\nC", "C"),
+ANSWERS: dict[str, Sequence[str]] = {
+    "C": [
+        "Answer: C", "answer: C", "ANSWER: C.", "Final Answer: C", "final_answer = C", "Answer:\nC", "Answer:\n\nC\n",
+        "Answer C: no. Answer: C", "**Answer**: C", "**Answer:** C", "**Answer: C**", "**Answer:**\n\n**C**",
+        "*Answer*: *C*", "__Answer__: __C__", "Answer: **C**", "Answer: `C`", "Answer: \"C\"", "Answer: 'C'.",
+        "Answer: (C)", "Answer: [C]", "answer **C**", "## Answer\n\n**C**", "## Final answer: C", "my answer (C)",
+        "answer \\boxed{C}", "answer: $C$", r"Answer: \(C\)", r"Answer: $\boxed{C}$", r"Answer: \[\boxed{\text{C}}\]",
+        r"answer is $\boxed{\textbf{(C)}}$", r"Answer: $\mathrm{C}$", "the answer is C", "The answer is (C).",
+        "the answer is: C", "the answer is **C**", "The answer **is** C", "The correct answer is option C.",
+        "Answer: Option (C)", "the answer is choice C", "the answer is C because A is not", "Answer: C) the third",
+        "Answer: C. the third", "Answer: C - the third", "Answer: C, the third", "Answer: C: the third",
+        "The answer is C even so", "First the answer is (A), but the answer is (C).", "Answer: E, no, Answer: C",
+        "Answer: C\n\nI double-checked this answer a second time.", "Answer: C\nAn answer I am sure of.",
+        "Answer: C. The answer is a good one.", "Answer: C\n\nThis answer is based on the text.",
+        "Answer: C\nAnswer: Because",
     ],
-)  # fmt: skip
+    "A": [
+        "Answer: A", "the answer is A", "the answer is A because", "The answer is A since it is so",
+        "Answer: A\nbecause", "Answer: A) one", "Answer: (A) one", "Answer: **A** one", "the answer is A, the first",
+        "the answer is A is what I say",
+    ],
+    "": [
+        "", "A", "C", "Answer", "Answer:", "Answer: c", "the answer is (c)", "the answer is c", "Answer: E",
+        "The answer is (E)", "I cannot answer a question like this.", "The answer is a tricky one.",
+        "The answer is A tricky one.", "Answer: Because", "Answer: Both", "Answer: Carbon", "Answer: B2",
+        "Answer: C_1", "Answer: D'Alembert", "Answer: C-14", "Answer: C++", "Answer: C#", "Answer: A/D converters",
+        "Answer: Bézier curves", "Answer: A graph has nodes.", "Answer: I think it is (C)", "Answer: I'd say so",
+        "answer C", "answer I can give", "I answer A", "unanswered: C", "Answer: none", "Answer: not C",
+        "the answer is not C", "the answer isn't C", "the answer cannot be C", "answer by C", "the answer to C",
+        "the answers: C", "Answer: the letter", "Answer: optional C", "Answers a C question",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "letter"), [(content, letter or None) for letter, contents in ANSWERS.items() for content in contents]
+)
 def test_chosen_letters(content: str, letter: str | None) -> None:
     assert chosen_letter(content, 4) == letter
+
+
+def test_i_is_a_letter_and_a_pronoun() -> None:
+    for content in (
+        "Answer: I",
+        "the answer is (I).",
+        "The answer is I because of it",
+        "Answer: I. nine",
+        "Answer: I\n",
+    ):
+        assert chosen_letter(content, 10) == "I"
+    for content in ("Answer: I think it is (C)", "Answer: I'm not sure", "This answer I doubt", "Answer: (I guess)"):
+        assert chosen_letter(content, 10) is None
 
 
 def test_choices_are_shuffled_by_the_question_alone() -> None:

@@ -20,9 +20,17 @@ from mk.config import BenchmarkConfig
 from mk.errors import MkError
 
 LETTERS = "ABCDEFGHIJ"
+_OPENING = r"""(?:[\s*_`"'$(\[{]|\\[(\[]|\\(?:text|textbf|mathrm|mathbf|boxed|fbox)\{)*+"""
+# The word in any case, what leads to a letter, and a capital letter that ends as a word. Runs are possessive: an answer
+# may repeat a character without end.
 _ANSWER = re.compile(
-    r"answer(?:\s+is)?\s*[:=]?\s*(?:\*\*|\$|\\text\{|\\boxed\{|\\mathbf\{|\()*\s*([A-J])(?![A-Za-z0-9])",
-    re.IGNORECASE,
+    r"(?<![^\W_])(?i:answer)"
+    r"""(?:[\s*_]*+(?:[:=]|(?i:is)(?![^\W_])\s*+:?)|(?=\s*+[*_`"'$(\[{\\]))"""
+    rf"{_OPENING}(?:(?i:option|choice)(?![^\W_]){_OPENING})?"
+    r"([A-J])(?!_*+[^\W_]|['’/-][^\W_]|[+#])"
+    # A and I are words as well: they are letters where the line ends, a sign follows, or a word that follows no article
+    # and no pronoun
+    r"(?:(?<![AI])|(?![ \t]++\w)|(?=[ \t]++(?i:and|as|because|but|due|for|is|since|which|with)(?![^\W_])))"
 )
 
 _GPQA_PROMPT = """Answer the following multiple choice question. Reason step by step. The last line of your response \
@@ -89,8 +97,7 @@ def shuffled(name: str, right: str, wrong: Sequence[str]) -> tuple[list[str], st
 
 def chosen_letter(content: str, options: int) -> str | None:
     """The last letter that is given as the answer: "Answer: C", "the answer is (C)", with or without Markdown."""
-    found = [match.upper() for match in _ANSWER.findall(content)]
-    return next((letter for letter in reversed(found) if letter in LETTERS[:options]), None)
+    return next((letter for letter in reversed(_ANSWER.findall(content)) if letter in LETTERS[:options]), None)
 
 
 def _score(problem: Problem, content: str) -> Score:
