@@ -19,7 +19,7 @@ import pytest
 
 from evals.benchmarks import open_benchmark
 from evals.benchmarks.aime import as_integer, boxed
-from evals.benchmarks.base import Benchmark, Problem, last_code_block
+from evals.benchmarks.base import Benchmark, Problem, code_blocks, last_code_block
 from evals.benchmarks.choices import LETTERS, chosen_letter, shuffled
 from evals.benchmarks.livecode import same_output
 from evals.benchmarks.nano_code import SAMPLE, next_line
@@ -345,6 +345,7 @@ def test_the_last_code_block_counts() -> None:
     assert last_code_block("```python\na\n```\ntext\n```\nb\n```") == "b\n"
     assert last_code_block("  ```py\n  a\n  ```") == "  a\n"
     assert last_code_block("no code") is None and last_code_block("```python\nunfinished") is None
+    assert code_blocks("```\n```\n```py title\na\n\nb\n ``` end\n`x`\n```\nunfinished") == ["", "a\n\nb\n"]
 
 
 # SciCode
@@ -413,6 +414,31 @@ def test_scicode_drops_imports_alone() -> None:
     text = "import numpy as np\nfrom math import (\n    pi,\n)\n\ndef f():\n    import os\n    return pi"
     assert step_code(code(text), "def f():") == "def f():\n    import os\n    return pi"
     assert step_code("none", "") == "" and step_code(code("def f(:"), "") == "def f(:\n"
+
+
+@pytest.mark.parametrize(
+    ("header", "blocks", "chosen"),
+    [
+        ("def f(x):\n    '''Of x.'''", ["def f(x):\n    return x", "print(f(3))"], 0),
+        ("def f(x):", ["def f(x):\n    return x", "def f(x):\n    return 2", "def g(x):\n    return f(x)"], 1),
+        ("def f(x):", ["def f_old(x):\n    pass", "f(1)\n", "x = 'def f(x)'"], 2),
+        ("class Rod:\n    def __init__(self):", ["class Rod:\n    n = 1", "def __init__(self):\n    pass"], 0),
+        ("def f(x):", ["import math\n\n\ndef f(x):\n    return (", "assert f(1) == 1"], 0),
+        ("def f(x):", ["async def f(x):\n    pass", "f = 3"], 0),
+        ("", ["a = 1", "b = 2"], 1),
+    ],
+)
+def test_scicode_takes_the_block_that_defines_the_step(header: str, blocks: Sequence[str], chosen: int) -> None:
+    answer = "\n".join(code(block) for block in blocks)
+    assert step_code(answer, header) == step_code(code(blocks[chosen]), header)
+    assert blocks[chosen].strip() in step_code(answer, header)
+
+
+@pytest.mark.parametrize("end", ["\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029", "\r", "\r\n"])
+def test_scicode_counts_lines_as_python_does(end: str) -> None:
+    text = f"'''a{end}b'''\nimport math\ndef f():\n    return 1"
+    found = step_code(code(text), "def f():")
+    assert "import" not in found and found.startswith("'''a") and "def f():\n" in found and found.endswith("return 1")
 
 
 def test_scicode_without_its_package_says_where_rows_may_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,6 @@ from mk.config import BenchmarkConfig
 from mk.errors import MkError
 
 Conversation = Generator["Prompt", str, None]
-_FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,22 @@ def mean_correct(scores: Sequence[Score]) -> float:
     return share([score.correct for score in scores])
 
 
+def code_blocks(content: str) -> list[str]:
+    """The fenced blocks of an answer, in whichever language they say they are; one that is not closed is none."""
+    blocks: list[str] = []
+    inside: list[str] | None = None
+    for line in content.split("\n"):
+        if not line.lstrip(" \t").startswith("```"):
+            if inside is not None:
+                inside.append(f"{line}\n")
+        elif inside is None:
+            inside = []
+        else:
+            blocks.append("".join(inside))
+            inside = None
+    return blocks
+
+
 def last_code_block(content: str) -> str | None:
-    """The last fenced block of an answer, in whichever language it says it is; None without one."""
-    blocks = _FENCE.findall(content)
-    return blocks[-1][1] if blocks else None
+    """None without one."""
+    return next(reversed(code_blocks(content)), None)

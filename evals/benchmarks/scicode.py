@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evals.benchmarks.base import Benchmark, Conversation, Problem, Prompt, Score, last_code_block
+from evals.benchmarks.base import Benchmark, Conversation, Problem, Prompt, Score, code_blocks
 from evals.benchmarks.data import load_rows
 from evals.benchmarks.scicode_programs import check_program, target_program
 from evals.benchmarks.scicode_targets import read_targets
@@ -37,6 +37,7 @@ _KNOWN = {
     "dev": (15, "f6be6ccdf2d13d01caf3f93ed544d8fcb8c9063cd48a3c9f9d6b9560567a4c11"),
     "test": (65, "e4b1ba4ac0c32f732f63962e5cfd16a6c8c5fdd79e71f44634c076639ecbf9dc"),
 }
+_DEFINED = re.compile(r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULTILINE)
 _PROMPT = """You solve a scientific problem in Python, step by step.
 
 # Steps so far, with their code
@@ -172,18 +173,23 @@ def step_prompt(problem: Problem, index: int, code: Sequence[str]) -> str:
 
 
 def step_code(content: str, header: str) -> str:
-    """The code of an answer without imports at the top level; of several blocks the last with the step's name in it.
+    """The code of an answer without imports at the top level; of several blocks the last that defines the step's name,
+    or the last of all if none does.
 
     "" where there is none: later steps then lack it too, as they would in a notebook.
     """
-    block = last_code_block(content)
-    if block is None:
+    blocks = code_blocks(content)
+    if not blocks:
         return ""
+    name = _DEFINED.search(header)
+    named = [block for block in blocks if name and name[1] in _DEFINED.findall(block)]
+    # Python ends lines at these alone, which are what ast counts
+    block = (named or blocks)[-1].replace("\r\n", "\n").replace("\r", "\n")
     try:
         tree = ast.parse(block)
     except SyntaxError:
         return block  # it fails its tests, with the reason
-    lines = block.splitlines()
+    lines = block.split("\n")
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for number in range(node.lineno - 1, node.end_lineno or node.lineno):
