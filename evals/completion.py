@@ -38,9 +38,9 @@ class Request:
 
     @property
     def digest(self) -> str:
-        """sha256 (hex) of the body as canonical JSON."""
+        """sha256 (hex) of the body as canonical JSON, where a lone surrogate is escaped."""
         text = json.dumps(self.body(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

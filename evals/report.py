@@ -101,7 +101,7 @@ def summarise(
 
 
 def write_scores(folder: Path, scores: Sequence[Sequence[Score]]) -> None:
-    with (folder / SCORES).open("w") as file:
+    with (folder / SCORES).open("w", encoding="utf-8", errors="backslashreplace") as file:  # as samples are written
         for run, found in enumerate(scores):
             for score in found:
                 file.write(json.dumps({"run": run, **dataclasses.asdict(score)}, ensure_ascii=False) + "\n")
@@ -126,7 +126,8 @@ class Finished:
         try:
             requests_hash = json.loads((folder / REPORT).read_text())["requests_hash"]
             found: dict[int, dict[str, bool]] = {}
-            for line in map(json.loads, (folder / SCORES).read_text().splitlines()):
+            text = (folder / SCORES).read_text(encoding="utf-8")
+            for line in map(json.loads, filter(None, text.split("\n"))):
                 found.setdefault(int(line["run"]), {})[line["unit"]] = bool(line["correct"])
         except (OSError, ValueError, LookupError, TypeError) as error:
             why = f"{type(error).__name__}: {error}"

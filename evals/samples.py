@@ -74,7 +74,8 @@ class SampleStore:
 
     def _put(self, sample: Sample) -> None:
         self._samples[sample.key] = sample
-        with self.path.open("a") as file:
+        # a lone surrogate, which a server may send, becomes its own escape
+        with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(json.dumps(sample.to_json(), ensure_ascii=False) + "\n")
 
 

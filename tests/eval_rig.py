@@ -34,7 +34,7 @@ class Ran:
 
     @property
     def scores(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "scores.jsonl").read_text().splitlines()]
+        return [json.loads(line) for line in (self.folder / "scores.jsonl").read_text().split("\n") if line]
 
 
 def run(root: Path, *overrides: str) -> Ran:

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import pickle
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import h5py
 import numpy as np
 import pytest
 
-from evals.benchmarks import open_benchmark
+from evals.benchmarks import _OPEN, open_benchmark
 from evals.benchmarks.aime import as_integer, boxed
 from evals.benchmarks.base import Benchmark, Problem, code_blocks, last_code_block
 from evals.benchmarks.choices import LETTERS, chosen_letter, shuffled
@@ -25,9 +26,13 @@ from evals.benchmarks.livecode import same_output
 from evals.benchmarks.nano_code import SAMPLE, next_line
 from evals.benchmarks.scicode import step_code
 from evals.benchmarks.scicode_targets import read_targets
+from evals.completion import Completion, Request
+from evals.report import REPORT, SCORES, theirs, write_scores
+from evals.samples import FILE, SampleStore, read_samples
 from evals.sandbox.sandbox import Sandbox
 from mk.compose import load_config
 from mk.errors import MkError
+from mk.sampling import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +71,8 @@ def prompts(bench: Benchmark, problem: Problem, contents: Sequence[str]) -> list
         (r"so \boxed{016}.", 16), (r"\boxed{1} no, \boxed{ 70 }", 70), (r"\boxed{\text{588}}", 588),
         (r"$\boxed{1{,}016}$", None), (r"\boxed{1,016}", 1016), (r"\boxed{16.0}", None), (r"\boxed{x=16}", None),
         (r"\boxed{\frac{1}{2}}", None), ("the answer is 16", None), (r"\boxed{16", None), (r"\boxed{7}\boxed{8", 7),
+        (rf"\boxed{{{'0' * 5000}16}}", 16), (rf"\boxed{{{'3' * 5000}}}", None), (r"} \boxed{8} }{ \boxed{", 8),
+        (r"\boxed{\boxed{5}+\frac{1}{2}}", 5), (r"\boxed{4}\boxed{\text{5}", 4),
         (r"\boxed{-3}", -3), (r"\boxed{\,204\,}", 204), (r"\fbox{5}", 5), (r"\boxed{}", None),
     ],
 )  # fmt: skip
@@ -379,10 +386,10 @@ SCICODE_ROW = {
 }
 
 
-def scicode(folder: Path, rows: Sequence[Mapping[str, Any]]) -> Benchmark:
+def scicode(folder: Path, rows: Sequence[Mapping[str, Any]], *more: str) -> Benchmark:
     (folder / "scicode").mkdir(exist_ok=True)
     write(folder / "scicode" / "problems_dev.jsonl", rows)
-    overrides = ["split=dev", f"count={len(rows)}"]
+    overrides = ["split=dev", f"count={len(rows)}", *more]
     with pytest.raises(MkError) as refused:
         benchmark("scicode", folder, *overrides)
     return benchmark("scicode", folder, *overrides, str(refused.value.hint).split("benchmark.")[1].split()[0])
@@ -475,6 +482,103 @@ def test_scicode_reads_hdf5_targets(tmp_path: Path) -> None:
     assert four[0].tolist() == [1, 1] and four[1] == 4 and five.toarray().tolist() == [[0, 1], [2, 0]]
     with pytest.raises(MkError, match=r"has no 1\.2/test1"):
         read_targets(tmp_path / "test_data.h5", "1.2", 1)
+
+
+# whatever an answer holds
+
+MANY = 200_000
+CONTENTS = {
+    "digits": rf"\boxed{{{'3' * MANY}}} Answer: {'3' * MANY}",
+    "boxes": r"\boxed{" * (MANY // 7),
+    "boxes in boxes": rf"{chr(92)}boxed{{" * (MANY // 8) + "x" + "}" * (MANY // 8),
+    "decorations": r"\boxed{" + r"\text{ " * (MANY // 7) + "1}",
+    "answers": "answer" + "*" * MANY + " answer is " + "$" * MANY + "answer:" + " \t" * MANY + "answer" * (MANY // 6),
+    "fence without end": "```" + " " * MANY,
+    "fence of one word": "```" + "a" * MANY,
+    "fences": "```" * (MANY // 3) + "\n```" * (MANY // 4),
+    "spaces": " " * MANY + "\n" + "\n" * MANY + "def " * MANY,
+    "NUL": "\0Answer: \0 \\boxed{\0}\n```python\nx = '\0'\n```",
+    "line ends": "\\boxed{\x0c\x85\u2028} Answer:\u2028\n```python\nx = '\x0c\x85\u2028'\n```",
+    "lone surrogates": "Answer: \ud800 \\boxed{\udfff}\n```python\nx = '\udc80\ud800'\n```",
+}
+PROGRAMS = {
+    "lists": "[" * MANY,
+    "attributes": "a" + ".b" * MANY,
+    "signs": "-" * MANY + "1",
+    "line": "x" * (10 * MANY),
+    "output of digits": f"print('3' * {MANY})",
+    "output of an exponent": "print('1e999999999 1e99999999999999999999 sNaN -Infinity')",
+    "output of no UTF-8": "import os; os.write(1, bytes(range(256)) * 99)",
+    "output of lists": f"print('[' * {MANY} + ']' * {MANY})",
+    "output of objects": f"print('{{\"a\":' * {MANY})",
+    "output without end": "while True: print('x' * 65536)",
+    "output closed": "import os; os.closerange(0, 99)",
+    "its own end": "import os; os.kill(os.getpid(), 9)",
+    "its parent's end": "import os; os.kill(os.getppid(), 9)",
+    "everybody's end": "import os; os.kill(-1, 9)",
+    "folders": "import os\nfor _ in range(1100): os.mkdir('d'); os.chdir('d')",
+}
+RESULTS = {
+    "nested lists": "for _ in range(3000): x = [x]",
+    "nested without end": "x.append(x)",
+    "digits": "x = 10 ** 10000",
+    "no JSON": "x = {(1, 2): {3}}",
+    "lone surrogates": "x = '\ud800'.join('ab')",
+}
+METHOD = "class Solution:\n    def add(self, a, b):\n        x = []\n        {}\n        return x"
+HELD = {
+    **CONTENTS,
+    **{f"program: {name}": code(program) for name, program in PROGRAMS.items()},
+    **{f"result: {name}": code(METHOD.format(body)) for name, body in RESULTS.items()},
+}
+
+
+@pytest.fixture(scope="module")
+def every_benchmark(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Benchmark]:
+    folder = tmp_path_factory.mktemp("data")
+    write(folder / "aime2025.jsonl", [{"id": "a", "problem": "2^4?", "answer": "16"}])
+    row = {"Question": "Which?", "Correct Answer": "this", **{f"Incorrect Answer {n}": f"that {n}" for n in (1, 2, 3)}}
+    write(folder / "gpqa.jsonl", [row])
+    row = {"question_id": 1, "question": "q", "options": ["x", "y"], "answer": "B", "category": "computer science"}
+    write(folder / "mmlu_pro_computer_science.jsonl", [row])
+    write(folder / "livecodebench_v6.jsonl", [STDIN_ROW, CALL_ROW])
+    counts = {"aime2025": 1, "gpqa": 1, "mmlu_pro_cs": 1, "livecodebench_v6": 2}
+    found = {
+        name: benchmark(name, folder, f"count={count}", "sha256=null", *(["code_s=1.0"] if "code" in name else []))
+        for name, count in counts.items()
+    }
+    return {
+        **found,
+        "scicode": scicode(folder, [SCICODE_ROW], "code_s=3.0"),
+        "nano_code": benchmark("nano_code", folder),
+    }
+
+
+@pytest.mark.parametrize("name", _OPEN)
+@pytest.mark.parametrize("held", HELD)
+def test_whatever_an_answer_holds_it_gets_a_verdict(
+    name: str, held: str, every_benchmark: dict[str, Benchmark], sandbox: Sandbox, tmp_path: Path
+) -> None:
+    """In little time of this process; and it can be stored, resumed from, compared with, and asked further from."""
+    bench = every_benchmark[name]
+    content, started = HELD[held], time.process_time()
+    for problem in bench.problems[:2]:
+        contents = [content] * bench.asks(problem)
+        scores = bench.grade(problem, contents, sandbox)
+        assert scores and not any(score.correct for score in scores)
+        write_scores(tmp_path, [scores])
+        stored = json.loads((tmp_path / SCORES).read_text(encoding="utf-8").split("\n")[0])
+        assert stored["answer"] == scores[0].answer
+        (tmp_path / REPORT).write_text(json.dumps({"requests_hash": "h"}))
+        assert theirs(tmp_path, [scores], "h") == [[0] * len(scores)]
+        conversation = bench.conversation(problem)
+        next(conversation)
+        for said in contents[1:]:
+            assert len(Request(conversation.send(said), 1, SamplingParams()).digest) == 64
+    store = SampleStore(tmp_path / FILE, "e", "m")
+    store.add(0, "p", 0, 0, "r", Completion(content, content, "stop", 1, 1, 0.0))
+    assert read_samples(tmp_path)[0].completion.content == content
+    assert time.process_time() - started < 10
 
 
 # nano_code

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from evals.sandbox.probes import PROTECTIONS, SandboxReport, open_sandbox, probe, processes_named
-from evals.sandbox.sandbox import Limits, RefusedError, Sandbox
+from evals.sandbox.sandbox import Limits, RefusedError, Sandbox, _remove
 from mk.errors import MkError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,6 +83,43 @@ def test_attacks(sandbox: Sandbox, program: str, why: str, said: str) -> None:
     outcome = sandbox.run(program, limits=SHORT)
     assert outcome.why == why and said in outcome.stderr, outcome
     assert outcome.wall_s < SHORT.wall_s + 2 and len(outcome.stdout) <= SHORT.file_mb << 20
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "for _ in range(1500): os.mkdir('d'); os.chdir('d')",
+        # beyond the longest path, with files and links out at every depth
+        "for _ in range(300): os.mkdir('n' * 200); os.chdir('n' * 200); open('file', 'w'); os.symlink(root, 'link')",
+        "for n in range(300): os.mkdir(str(n), 0); os.mkfifo(f'pipe{n}')",
+        "os.makedirs('a/b/c'); os.mkdir('a/b/c/closed', 0); os.rename('main.py', 'a/b/c/main.py')",
+        "os.mkdir('\\udcff\\n'); open(b'\\xff', 'w'); os.link('main.py', 'again'); os.unlink('main.py')",
+    ],
+)
+def test_nothing_is_left_whatever_a_program_leaves(sandbox: Sandbox, tmp_path: Path, program: str) -> None:
+    """The fixture looks; what links point to stays."""
+    (tmp_path / "mine").write_text("x")
+    outcome = sandbox.run(f"import os\nroot = {str(tmp_path)!r}\n{program}", limits=SHORT)
+    assert outcome.ok, outcome
+    assert (tmp_path / "mine").read_text() == "x"
+
+
+def test_a_folder_that_fills_while_it_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rmdir, late = Path.rmdir, ["a/late", "late", "b"]
+
+    def fill(path: Path) -> None:
+        if late and (tmp_path / "top" / late[0]).parent == path:
+            (tmp_path / "top" / late.pop(0)).write_text("x")
+        rmdir(path)
+
+    monkeypatch.setattr(Path, "rmdir", fill)
+    (tmp_path / "top" / "a").mkdir(parents=True)
+    _remove(tmp_path / "top")
+    assert not late and not (tmp_path / "top").exists()
+    (tmp_path / "top").mkdir()
+    late += ["more"] * 100
+    with pytest.raises(MkError, match="fills while it is removed"):
+        _remove(tmp_path / "top")
 
 
 def test_writes_outside_are_refused(sandbox: Sandbox, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from mk.config import BenchmarkConfig
 _PROMPT = """{problem}
 
 The answer is an integer from 0 to 999. Reason step by step, and put the final answer within \\boxed{{}}."""
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 _DECORATION = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}|\\[,;!: ]|[\s,$]")
 
 
@@ -34,18 +35,20 @@ class Aime(Benchmark):
 
 def boxed(content: str) -> str | None:
     """What stands in the last complete \\boxed{...}, whose braces may be nested."""
-    found = None
-    for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", content):
-        depth = 1
-        for end in range(match.end(), len(content)):
-            depth += {"{": 1, "}": -1}.get(content[end], 0)
-            if depth == 0:
-                found = content[match.end() : end]
-                break
-    return found
+    open_: list[tuple[int, bool]] = []  # where the contents of each open brace begin, and whether it is a box's
+    last = (-1, -1)
+    for brace in _BRACE.finditer(content):
+        if brace[0] != "}":
+            open_.append((brace.end(), brace[0] != "{"))
+        elif open_:
+            start, is_box = open_.pop()
+            if is_box:
+                last = max(last, (start, brace.start()))
+    return content[slice(*last)] if last[0] >= 0 else None
 
 
 def as_integer(text: str) -> int | None:
-    """016, 16, 1,016 and \\text{16} are integers; 16.5 and x=16 are none."""
+    """016, 16, 1,016 and \\text{16} are integers; 16.5 and x=16 are none, nor is one too long to be an answer."""
     plain = _DECORATION.sub(lambda match: match.group(1) or "", text)
-    return int(plain) if re.fullmatch(r"[+-]?[0-9]+", plain) else None
+    found = re.fullmatch(r"([+-]?)0*([0-9]{1,18})", plain)
+    return int(found[1] + found[2]) if found else None

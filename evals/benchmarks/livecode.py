@@ -121,7 +121,7 @@ def run_calls(sandbox: Sandbox, problem: Problem, program: str, code_s: float) -
             return f"test {number}: {_how(outcome)}"
         try:
             answer = json.loads(given[number])
-        except ValueError:
+        except (ValueError, RecursionError):
             return f"test {number}: no JSON"
         if answer != json.loads(test["output"]):
             return f"test {number}: wrong answer"

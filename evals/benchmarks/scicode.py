@@ -187,7 +187,7 @@ def step_code(content: str, header: str) -> str:
     block = (named or blocks)[-1].replace("\r\n", "\n").replace("\r", "\n")
     try:
         tree = ast.parse(block)
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # of a lone surrogate, of code that is nested deep
         return block  # it fails its tests, with the reason
     lines = block.split("\n")
     for node in tree.body:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
-import shutil
+import secrets
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -34,6 +36,7 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
 }
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/zero")
+_PASSES = 10  # over a folder that is removed; one does, unless something comes meanwhile
 _PATIENCE_S = 10.0  # for the jail to start, and to end what it killed
 
 
@@ -88,7 +91,7 @@ class Sandbox:
         """
         limits = limits or Limits()
         with _fresh_folder(self._scratch) as folder, _streams(stdin) as (read, out, err):
-            (folder / MAIN).write_text(program)
+            (folder / MAIN).write_bytes(program.encode(errors="surrogatepass"))  # Python refuses what is not UTF-8
             for name, data in (files or {}).items():
                 (folder / name).write_bytes(data)
             return self._run(folder, limits, read, out, err)
@@ -161,13 +164,49 @@ def _fresh_folder(scratch: Path | None) -> Iterator[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """A program may make folders that their owner cannot read."""
-    for path, folders, _ in os.walk(folder):
-        for name in folders:
-            inner = os.path.join(path, name)
-            if not os.path.islink(inner):
-                os.chmod(inner, 0o700)
-    shutil.rmtree(folder)
+    """Whatever a program may leave: folders that their owner cannot read, or deeper than a path or a stack goes.
+
+    Raises MkError where it fills as fast as it is emptied, which takes a process that survives.
+    """
+    for _ in range(_PASSES):
+        waiting = os.listdir(folder)
+        while waiting:
+            with _meanwhile():
+                waiting += _take_apart(folder, waiting.pop())
+        with _meanwhile():
+            folder.rmdir()
+            return
+    raise MkError(f"sandbox: {folder} fills while it is removed")
+
+
+def _take_apart(folder: Path, name: str) -> list[str]:
+    """Remove a file, or a folder with its files; the folders in that move up, so that nothing is ever three deep. Their
+    new names, which no program could have taken."""
+    path, moved = folder / name, []
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        path.unlink()
+        return []
+    path.chmod(0o700)
+    for inner in list(path.iterdir()):
+        if stat.S_ISDIR(inner.lstat().st_mode):
+            inner.chmod(0o700)  # else only root may move it
+            moved.append(secrets.token_hex(16))
+            inner.rename(folder / moved[-1])
+        else:
+            inner.unlink()
+    with _meanwhile():
+        path.rmdir()
+    return moved
+
+
+@contextlib.contextmanager
+def _meanwhile() -> Iterator[None]:
+    """What goes or comes while a folder is emptied is left to the next pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+            raise
 
 
 @contextlib.contextmanager
