@@ -164,6 +164,16 @@ def test_without_namespaces_seccomp_and_landlock_still_hold(sandbox: Sandbox, sc
     assert held["network"] and held["files"] and held["tree"] and held["environment"]
 
 
+@pytest.mark.parametrize("missing", [[], ["namespaces"]])
+def test_an_orphan_that_ends_does_not_end_the_run(scratch: Path, missing: list[str]) -> None:
+    """Without namespaces it becomes a child of the jail, which waits for another."""
+    program = "import os, time\nif os.fork() == 0:\n    if os.fork(): os._exit(0)\n    time.sleep(0.2); os._exit(1)\n"
+    outcome = Sandbox(missing, scratch).run(f"{program}time.sleep(0.8); print('done')", limits=SHORT)
+    assert (outcome.why, outcome.stdout) == ("ok", "done\n")
+    outcome = Sandbox(missing, scratch).run(f"{program}time.sleep(60)", limits=Limits(wall_s=1.0))
+    assert outcome.why == "timeout" and outcome.wall_s < 5
+
+
 def test_a_missing_protection_is_found_and_refused(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from evals.sandbox import probes
 
