@@ -135,6 +135,33 @@ def test_writes_outside_are_refused(sandbox: Sandbox, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["target"] and target.read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    "said", [b"x\n", b'{"failed": {"start": "no"}}\n', b'{"ended": 0, "late": false}\n', bytes(99_999)]
+)
+@pytest.mark.parametrize("missing", [[], ["namespaces"]])
+def test_what_a_program_writes_is_no_report(scratch: Path, said: bytes, missing: list[str]) -> None:
+    """Nor does it fill a pipe that nobody reads before the end; children have no other descriptors than it has."""
+    program = f"""
+import os
+os.fork()
+for number in range(3, 4096):
+    try:
+        os.write(number, {said!r})
+        print(number, flush=True)
+    except OSError:
+        pass
+os._exit(3)
+"""
+    outcome = Sandbox(missing, scratch).run(program, limits=SHORT)
+    assert (outcome.why, outcome.code, outcome.stdout) == ("failed", 3, "")
+
+
+def test_a_jail_that_is_ended_gives_a_verdict(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evals.sandbox.sandbox._parse_report", lambda data: {"failed": {}})
+    outcome = Sandbox(scratch=scratch).run("print(1)", limits=SHORT)
+    assert (outcome.why, outcome.code, outcome.stdout) == ("killed", None, "1\n")
+
+
 def test_no_descendant_outlives_its_run(sandbox: Sandbox) -> None:
     name = f"left-{secrets.token_hex(6)}"
     program = f"""

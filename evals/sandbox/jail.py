@@ -46,6 +46,7 @@ def main(order: Order) -> None:
         except OSError as error:
             failed[name] = str(error)
 
+    os.set_inheritable(order["report"], False)  # gone once the program is executed; its standard streams alone stay
     os.chdir(order["folder"])
     apply("namespaces", _leave_namespaces)
     apply("user", lambda: _become_nobody(order))

@@ -26,6 +26,7 @@ PROTECTIONS = {
     "files": "no file outside its folder written, and none read but Python's and the system's",
     "signals": "no signal to a process outside",
     "environment": "no variable but the sandbox's own",
+    "descriptors": "none open but the standard streams",
     "memory": "an allocation beyond the limit fails",
     "file_size": "a file beyond the limit fails",
     "processes": "forks beyond the limit fail",
@@ -72,6 +73,16 @@ def forks():
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
 
+def descriptors():
+    found = []
+    for number in range(4096):  # the lowest that is free is taken
+        try:
+            os.fstat(number)
+            found.append(number)
+        except OSError:
+            pass
+    return found
+
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 print(json.dumps({
     "user": 0 not in os.getresuid() and refused(lambda: os.setuid(0)),
@@ -79,6 +90,7 @@ print(json.dumps({
     "files": refused(lambda: write(given["outside"] + "/written")) and refused(lambda: open(given["secret"]).read()),
     "signals": refused(lambda: os.kill(given["pid"], 0)),
     "environment": set(os.environ) <= set(given["environment"]),
+    "descriptors": descriptors() == [0, 1, 2],
     "memory": refused(lambda: bytearray(given["memory_mb"] << 20), MemoryError),
     "file_size": refused(too_large),
     "processes": forks(),

@@ -135,6 +135,8 @@ class Sandbox:
             raise MkError(f"sandbox: the jail did not start: {stderr.strip()[-300:]}")
         if report["failed"]:
             raise RefusedError(report["failed"])
+        if "ended" not in report:  # without namespaces, a program may reach the jail
+            return Outcome("killed", None, stdout, stderr, wall)
         return _outcome(report["ended"], report["late"], stdout, stderr, wall)
 
 
