@@ -297,6 +297,41 @@ def test_livecodebench_runs_programs_and_functions(tmp_path: Path, sandbox: Sand
     assert why(call, code(f"{right}        import os; os.write(1, b'6\\n0\\n'); os._exit(0)")).startswith("test 0: ")
 
 
+ADD = "class Solution:\n    def add(self, a: int, b: List[int]) -> int:\n        {}return a + sum(b)\n"
+BURN = "import time; end = time.process_time() + {}\n        while time.process_time() < end: pass\n        "
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        (ADD.format("") + "if __name__ == '__main__':\n    print(Solution().add(int(input()), []))", ""),
+        (ADD.format("") + "print(6, flush=True)\nimport os, sys; os.write(1, b'6'); sys.stdout.write('6')", ""),
+        (ADD.format("print(7, flush=True); ") + "print(Solution().add(1, [2]))", ""),
+        ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: 'int' = 0\n" + ADD.format("P(); "), ""),
+        ("seen = []\ndef helper(x): return x\ndef add(a, b): seen.append(a); return helper(a) + sum(b)", ""),
+        (ADD.format("assert __name__ != '__main__'; "), ""),
+        (ADD.format("") + "raise SystemExit", "test 0: ended early"),
+        (ADD.format("") + "input()", "test 0: failed EOFError: EOF when reading a line"),
+        ("class Solution:\n    def sub(self, a, b): return 6", "test 0: failed AttributeError"),
+        (ADD.format(BURN.format(1.5)), "test 0: timeout"),
+        (ADD.format(BURN.format("(0 if b else 1.5)")), "test 1: timeout"),
+        (ADD.format(BURN.format(0.6)), ""),  # the limit is of each
+        (ADD.format("import time; time.sleep(30); "), "test 0: timeout"),
+        ("while True: pass\n" + ADD.format(""), "test 0: timeout"),
+        (ADD.format("try: sum(range(10 ** 10))\n        except BaseException: pass\n        "), "test 0: timeout"),
+    ],
+)
+def test_functions_are_called_as_livecodebench_does(
+    program: str, why: str, every_benchmark: dict[str, Benchmark], sandbox: Sandbox
+) -> None:
+    """In a module that is not the main one; code_s, here one second, is a test's."""
+    bench = every_benchmark["livecodebench_v6"]
+    started = time.monotonic()
+    (score,) = bench.grade(bench.problems[1], [code(program)], sandbox)
+    assert score.why.startswith(why) and score.correct == (why == ""), score.why
+    assert time.monotonic() - started < 15
+
+
 def test_private_tests_that_are_pickled_need_a_known_hash(tmp_path: Path) -> None:
     row = {**STDIN_ROW, "private_test_cases": packed([{"input": "5 6\n", "output": "11", "testtype": "stdin"}])}
     write(tmp_path / "livecodebench_v6.jsonl", [row])

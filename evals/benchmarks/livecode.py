@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import pickle
 import zlib
 from collections.abc import Sequence
@@ -50,18 +51,30 @@ from math import *
 from typing import *
 sys.setrecursionlimit(50000)
 """
-# Calls the function once a test; a line of JSON each on the stream that the solution's own prints do not reach.
+# Executes the solution as a module that is not the main one, then calls its function once a test; a line of JSON each
+# on a stream that no print of the solution reaches. Loading it and every call have {code_s} s of CPU time of their own,
+# and twice that to wait; the timers' signals end the process.
 _CALLS = """
-def _mk_main():
-    import json, os
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    call = getattr(Solution(), _mk_name) if "Solution" in globals() else globals()[_mk_name]
-    for arguments in json.load(open("inputs.json")):
-        answers.write(json.dumps(call(*arguments)) + "\\n")
-        answers.flush()
-_mk_name = {name!r}
-_mk_main()
+import json, os, signal, sys, types
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+
+def start_limit():
+    signal.setitimer(signal.ITIMER_PROF, {code_s!r})
+    signal.setitimer(signal.ITIMER_REAL, 2 * {code_s!r})
+
+with open("inputs.json") as file:
+    inputs = json.load(file)
+solution = sys.modules["solution"] = types.ModuleType("solution")
+with open("solution.py", "rb") as file:
+    source = file.read()
+start_limit()
+exec(compile(source, "solution.py", "exec"), solution.__dict__)
+call = getattr(solution.Solution() if hasattr(solution, "Solution") else solution, {name!r})
+for arguments in inputs:
+    start_limit()
+    answers.write(json.dumps(call(*arguments)) + "\\n")
+    answers.flush()
 """
 
 
@@ -108,13 +121,15 @@ def run_stdin(sandbox: Sandbox, problem: Problem, program: str, code_s: float) -
 
 
 def run_calls(sandbox: Sandbox, problem: Problem, program: str, code_s: float) -> str:
-    """Why the function fails, "" if it passes: all tests in one run, whose time grows with their number."""
+    """Why the function fails, "" if it passes: all tests in one run, each with a limit of its own."""
     tests = problem.fields["tests"]
     inputs = [[json.loads(line) for line in test["input"].split("\n") if line.strip()] for test in tests]
-    total = max(code_s, min(60.0, code_s * len(tests)))
-    limits = Limits(wall_s=2 * total, cpu_s=max(1, round(total)))
-    code = _PRELUDE + program + _CALLS.format(name=problem.fields["function"])
-    outcome = sandbox.run(code, limits=limits, files={"inputs.json": json.dumps(inputs).encode()})
+    # of the solution that is loaded, every test, and the start of Python
+    limits = Limits(wall_s=2 * code_s * (len(tests) + 1) + 5.0, cpu_s=math.ceil(code_s * (len(tests) + 1)) + 1)
+    caller = _CALLS.format(name=problem.fields["function"], code_s=code_s)
+    solution = (_PRELUDE + program).encode(errors="surrogatepass")  # which Python refuses, as the sandbox has it
+    files = {"inputs.json": json.dumps(inputs).encode(), "solution.py": solution}
+    outcome = sandbox.run(caller, limits=limits, files=files)
     given = outcome.stdout.splitlines()
     for number, test in enumerate(tests):
         if number >= len(given):

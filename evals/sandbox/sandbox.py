@@ -145,8 +145,9 @@ def _outcome(ended: int, late: bool, stdout: str, stderr: str, wall: float) -> O
         return Outcome("timeout", None, stdout, stderr, wall)
     if 0 <= ended < 128:
         return Outcome("ok" if ended == 0 else "failed", ended, stdout, stderr, wall)
-    cpu = ended - 128 in (signal.SIGXCPU, signal.SIGKILL)  # equal limits: the kernel may send either
-    return Outcome("timeout" if cpu else "killed", None, stdout, stderr, wall)
+    # equal limits: the kernel may send either of the first two; the others are of timers that the program set
+    over = ended - 128 in (signal.SIGXCPU, signal.SIGKILL, signal.SIGPROF, signal.SIGVTALRM, signal.SIGALRM)
+    return Outcome("timeout" if over else "killed", None, stdout, stderr, wall)
 
 
 def _parse_report(data: bytes) -> dict[str, Any]:
