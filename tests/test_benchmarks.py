@@ -332,6 +332,23 @@ def test_functions_are_called_as_livecodebench_does(
     assert time.monotonic() - started < 15
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "assert pow(2, -1, 7) == 4 and abs(-1) == 1 and sum([1], 2) == 3",
+        "assert math.pow(2, 2) == 4.0 == sqrt(16) and random.random() < 1 and datetime.date(2024, 1, 1).day == 1",
+        "assert deepcopy([1]) == copy.copy([1]) and mean([1, 3]) == 2 and itemgetter(0)([5]) == 5 and timedelta",
+        "assert json.loads(dumps([1])) == [1] and StringIO('x').read() == 'x' and maxsize == sys.maxsize and reduce",
+        "assert heappop([1]) == bisect_left([1], 1) + 1 and Counter('aa')['a'] == 2 and List and re.sub",
+    ],
+)
+def test_livecodebench_makes_names_known(line: str, every_benchmark: dict[str, Benchmark], sandbox: Sandbox) -> None:
+    bench = every_benchmark["livecodebench_v6"]
+    programs = f"{line}\nprint(sum(map(int, input().split())))", ADD.format(f"{line}; ")
+    for problem, program in zip(bench.problems, programs, strict=True):
+        assert bench.grade(problem, [code(program)], sandbox)[0].why == ""
+
+
 def test_private_tests_that_are_pickled_need_a_known_hash(tmp_path: Path) -> None:
     row = {**STDIN_ROW, "private_test_cases": packed([{"input": "5 6\n", "output": "11", "testtype": "stdin"}])}
     write(tmp_path / "livecodebench_v6.jsonl", [row])

@@ -40,17 +40,19 @@ _CALL_TASK = """Use the following starter code, and put the whole program into o
 ```python
 {starter}
 ```"""
-# What the judges of the problems' origins import beforehand.
-_PRELUDE = """import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
-from bisect import *
-from collections import *
-from functools import *
-from heapq import *
-from itertools import *
-from math import *
-from typing import *
-sys.setrecursionlimit(50000)
-"""
+# The names that LiveCodeBench's own harness makes known beforehand. The order counts: builtins give back pow, abs and
+# others that math and operator replace, and a module goes before a function of its name.
+_MODULES = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json"),
+)
+_PRELUDE = "\n".join(
+    [
+        *(f"from {name} import *" for name in (*_MODULES, "builtins", "typing")),
+        f"import {', '.join(_MODULES)}",
+        "sys.setrecursionlimit(50000)\n",
+    ]
+)
 # Executes the solution as a module that is not the main one, then calls its function once a test; a line of JSON each
 # on a stream that no print of the solution reaches. Loading it and every call have {code_s} s of CPU time of their own,
 # and twice that to wait; the timers' signals end the process.
