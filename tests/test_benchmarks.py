@@ -27,7 +27,7 @@ from evals.benchmarks.nano_code import SAMPLE, next_line
 from evals.benchmarks.scicode import step_code
 from evals.benchmarks.scicode_targets import read_targets
 from evals.completion import Completion, Request
-from evals.report import REPORT, SCORES, theirs, write_scores
+from evals.report import REPORT, SCORES, Finished, write_scores
 from evals.samples import FILE, SampleStore, read_samples
 from evals.sandbox.sandbox import Sandbox
 from mk.compose import load_config
@@ -622,7 +622,7 @@ def test_whatever_an_answer_holds_it_gets_a_verdict(
         stored = json.loads((tmp_path / SCORES).read_text(encoding="utf-8").split("\n")[0])
         assert stored["answer"] == scores[0].answer
         (tmp_path / REPORT).write_text(json.dumps({"requests_hash": "h"}))
-        assert theirs(tmp_path, [scores], "h") == [[0] * len(scores)]
+        assert Finished.read(tmp_path).of([scores], "h") == [[0] * len(scores)]
         conversation = bench.conversation(problem)
         next(conversation)
         for said in contents[1:]:
