@@ -53,8 +53,14 @@ def timed_variants(cfg: Config) -> list[tuple[str, Config]]:
         raise MkError(
             "variants are timed without a bound or a trace", hint="experiment=decode_throughput, for one of them"
         )
-    for _, job in jobs:
-        decode_throughput.check_settings(job, cfg.experiment.name)
+    for label, job in jobs:
+        try:
+            decode_throughput.check_settings(job, cfg.experiment.name)
+        except MkError as error:
+            own = [override for override in label.split() if override in str(error)]
+            if not own:
+                raise
+            raise MkError(str(error), hint=f"experiment.variants without {own[0]}; {error.hint}") from error
     return jobs
 
 

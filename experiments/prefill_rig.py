@@ -14,13 +14,17 @@ from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.kv import KINDS, PAGE, PageAllocator, blocks_of, first_visible, kv_layers, pages_for_contexts
 from mk.model.geometry import Geometry
+from mk.model.opening import geometry_of
 from mk.model.packing import PackedWeights
+from mk.model.tensors import parameter_count
 from mk.page_layout import unpack_keys, unpack_values
 from mk.step_params import KV_BLOCK
 from prefill.activations import Activations
 from prefill.interpreted import require_interpreter
 from prefill.tiles import Tiles
 from prefill.triton_prefill import TritonPrefill
+
+MOST_INTERPRETED = 50e6  # parameters of a model whose prefill Triton's interpreter ends in minutes
 
 
 def make_pools(
@@ -58,13 +62,17 @@ def poison(acts: Activations, g: Geometry) -> None:
 def device_of(cfg: Config) -> torch.device:
     """Where prefill runs that is timed: on the card that `gpu` names, or of gpu=cpu in Triton's interpreter.
 
-    Raises MkError for a card that is not here, or is another one.
+    Raises MkError for a card that is not here, or is another one, and for a model that is too much for the interpreter.
     """
+    hint = "gpu=cpu model=nano weights=checkpoint, and small sizes, for Triton's interpreter"
     if cfg.gpu.kind == "cpu":
         require_interpreter()
+        size = parameter_count(geometry_of(cfg.model))
+        if size > MOST_INTERPRETED:
+            what = f"{cfg.experiment.name} on gpu=cpu: model={cfg.model.name} has {size / 1e6:,.0f} M parameters"
+            raise MkError(f"{what}, in Triton's interpreter a day's work", hint=hint)
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        hint = "gpu=cpu model=nano weights=checkpoint, and small sizes, for Triton's interpreter"
         raise MkError(f"{cfg.experiment.name} on gpu={cfg.gpu.name} needs a GPU, and torch sees none here", hint=hint)
     DeviceFacts.read().require(cfg.gpu)
     return torch.device("cuda")

@@ -37,7 +37,9 @@ def main(cfg: Config) -> int:
         decode_throughput.check_settings(job, cfg.experiment.name)
         g = geometry_of(job.model)
         if layer not in g.sparse_layers or layer == 0:
-            raise MkError(f"experiment.layer={layer} has no experts, or no layer before it", hint="experiment.layer=6")
+            others = [other for other in g.sparse_layers if other]
+            hint = f"experiment.layer={others[len(others) // 2]}" if others else "another model="
+            raise MkError(f"experiment.layer={layer} has no experts, or no layer before it", hint=hint)
     measured = torch.cuda.is_available()
     if measured:
         for _, job in jobs:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from experiments import decode_throughput, decode_variants, device_weights
-from mk.compose import load_config, vary
+from mk.compose import experiment_main, load_config, vary
 from mk.config import Config, config_hash, group_options
 from mk.errors import MkError
 from mk.model.geometry import PRESETS
@@ -373,13 +373,24 @@ def test_without_a_card_a_run_of_which_nothing_can_be_simulated_is_refused_with_
     assert not (tmp_path / "runs").exists()
 
 
-def test_without_a_card_a_routing_that_fails_is_named_and_fails_a_run_without_another(
+def test_without_a_card_a_routing_that_fails_is_named_and_refuses_a_run_without_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What its mode only says once it is asked for ids."""
-    arms = ["experiment.variants=['routing=replay routing.path=/nowhere.safetensors']", f"run_dir={tmp_path}"]
-    assert decode_variants.main(load_config(["experiment=routing_ablation", "model=slice", *arms])) == 1
-    assert "not simulated: routing=replay routing.path=/nowhere" in capsys.readouterr().out
+    lost, run = "routing=replay routing.path=/nowhere.npz", ["experiment=routing_ablation", "model=slice"]
+    run += ["experiment.batches=[1]", f"run_dir={tmp_path / 'runs'}"]
+    with pytest.raises(MkError, match="routing.path=/nowhere.npz: no such file") as caught:
+        decode_variants.main(load_config([*run, f"experiment.variants=['{lost}']"]))
+    assert "quickstart writes" in str(caught.value.hint) and not (tmp_path / "runs").exists()
+    assert decode_variants.main(load_config([*run, f"experiment.variants=['{lost}','routing=uniform']"])) == 0
+    assert f"not simulated: {lost}: routing.path=/nowhere.npz: no such file" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["ladder", "transformers_decode", "decode_throughput", "op_bench", "wave_occupancy"])
+def test_without_a_card_nothing_is_written_for_a_card_without_costs(name: str, tmp_path: Path) -> None:
+    with pytest.raises(MkError, match="gpu=cpu has no costs to simulate with"):
+        experiment_main(name)(load_config([f"experiment={name}", "gpu=cpu", f"run_dir={tmp_path / 'runs'}"]))
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("name", ["wave_order_ablation", "routing_ablation"])
@@ -405,7 +416,7 @@ def test_without_a_card_step_times_are_simulated_and_labelled(
     for row in rows:
         assert list(different(row, raw[row.raw_sha256 or ""])) == []
     out = capsys.readouterr().out
-    assert f"simulated step times, slice on h200; measured, where there is one: python run.py experiment={name}" in out
+    assert "simulated step times, slice; measured by the same command" in out and "gpu=h200 engine=cuda" in out
     for message in (
         "routing=checkpoint: the router's own choice",
         "routing=oracle: another build of the kernel",

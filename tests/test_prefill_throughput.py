@@ -131,6 +131,8 @@ def test_kernels_are_timed_with_each_tile(
         (["experiment=prefill_throughput", "experiment.check_tokens=1"], "check_tokens=1 must be at least 2"),
         (["experiment=prefill_throughput"], "prefill_throughput on gpu=h200 needs a GPU"),
         (["experiment=prefill_tiles"], "prefill_tiles on gpu=h200 needs a GPU"),
+        (["experiment=prefill_tiles", "gpu=cpu"], r"gpu=cpu: model=slice has [\d,]+ M parameters"),
+        (["experiment=prefill_throughput", "gpu=cpu"], r"gpu=cpu: model=north_mini_code has 30,\d+ M parameters"),
         (["experiment=prefill_tiles", "experiment.kernels=[upp]"], "experiment.kernels=upp"),
     ],
 )
