@@ -215,7 +215,7 @@ class ServerConfig:
     batches: list[int]  # smaller batch sizes that steps are built for too; the smallest that suffices is taken
     context: int  # tokens of a request, prompt and answer
     kv_tokens: KVTokensConfig
-    max_waiting: int  # requests in the queue; more are turned away
+    max_waiting: int  # requests in the queue, those among them that come between two steps; more are turned away
     deliver: int  # tokens that are sent at a time
     drain_s: float  # how long a stopping server waits for answers to end
 

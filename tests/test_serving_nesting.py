@@ -108,6 +108,15 @@ def test_text_that_cannot_even_be_parsed(served: Served, piece: str) -> None:
     refused(httpx.post(served.url + CHAT, content=piece * 20_000, headers=json_type), 400)
 
 
+@pytest.mark.parametrize("value", ["[" * 20_000 + "]" * 20_000, "9" * 5_000])
+@pytest.mark.parametrize("field", ["seed", "unheard_of"])
+def test_a_body_that_cannot_be_read_says_why(served: Served, field: str, value: str) -> None:
+    body = json.dumps({**BASES[CHAT]})[:-1] + f', "{field}": {value}}}'
+    response = httpx.post(served.url + CHAT, content=body, headers={"Content-Type": "application/json"}, timeout=30)
+    said = refused(response, 400, "invalid_json", None)
+    assert said.startswith("the body cannot be read: ") and ("nested too deep" in said) == value.startswith("[")
+
+
 def test_a_template_that_descends_further_than_python_refuses_the_messages() -> None:
     tokenizer = load_tokenizer(NANO)
     walk = "{% macro walk(x) %}{% for y in x if y is iterable %}{{ walk(y) }}{% endfor %}{% endmacro %}"

@@ -111,8 +111,8 @@ class Tokenizer:
 
     @cached_property
     def reserved(self) -> frozenset[str]:
-        """Names that no variable of a template can have: the renderer's own parameters, a template among them, and what
-        is set here."""
+        """Names of variables that a request may not set: the renderer's own parameters, a template among them, and
+        what is set here."""
         parameters = inspect.signature(type(self._renderer).apply_chat_template).parameters.values()
         own = (each.name for each in parameters if each.kind is not each.VAR_KEYWORD)
         return frozenset(("messages", *own, *self._renderer.special_tokens_map))

@@ -159,6 +159,9 @@ def _errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def no_route(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 400 and isinstance(error.__cause__, (RecursionError, ValueError)):  # json's, of a body
+            why = "it is nested too deep" if isinstance(error.__cause__, RecursionError) else str(error.__cause__)
+            return error_response(invalid(f"the body cannot be read: {why}", code="invalid_json"))
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
         message = f"{request.method} {request.url.path}: {error.detail}"
         response = error_response(ApiError(error.status_code, message, code))

@@ -25,7 +25,7 @@ def render_chat(
     """
     for name in options or ():
         if name in tokenizer.reserved:
-            what = f"chat_template_kwargs: {name} is no variable of the chat template"
+            what = f"chat_template_kwargs: {name} is not for a request to set"
             raise invalid(what, "chat_template_kwargs", "unsupported_parameter")
     ids = _SmallIds()
     turns = [_turn(message, f"messages[{i}]", ids) for i, message in enumerate(messages)]
