@@ -148,6 +148,12 @@ def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*axes)]
 
 
+def is_shuffled(override: str) -> bool:
+    """Whether it gives a key several values in an order that is drawn at every look."""
+    (parsed,) = _parse([override])
+    return parsed.is_sweep_override() and bool(getattr(parsed.value(), "shuffle", False))
+
+
 def experiment_main(name: str) -> Callable[[Config], int | None]:
     """`main` of experiments/<name>.py; what it returns is the exit status, None meaning 0."""
     if importlib.util.find_spec(f"experiments.{name}") is None:

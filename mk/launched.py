@@ -56,9 +56,8 @@ def check(overrides: Sequence[str], own: Sequence[str], multirun: bool) -> None:
     installed, and for combinations in an order that it would draw anew."""
     if not multirun:
         raise MkError(f"{own[0]}: one run is not launched", hint="-m, with values to combine")
-    for override in overrides:
-        if "shuffle(" in override:
-            raise MkError(f"{override}: a launcher draws another order", hint=f"without shuffle, or without {KEY}=")
+    for override in filter(compose.is_shuffled, overrides):
+        raise MkError(f"{override}: a launcher draws another order", hint=f"without shuffle, or without {KEY}=")
     chosen = [text.partition("=")[2] for text in own if text.startswith(f"{KEY}=")]
     other = [text for text in own if not text.startswith((f"{KEY}=", "hydra.launcher."))]
     if other or len(chosen) != 1:

@@ -108,6 +108,12 @@ def test_an_order_that_would_be_drawn_anew_is_refused() -> None:
         launched.check(["schedule=static", "gpu.sms=shuffle(2,4)"], ["hydra/launcher=joblib"], True)
 
 
+@pytest.mark.parametrize("override", ['experiment.prompt="random.shuffle(x)"', "gpu.sms=2,4", "gpu.sms=range(2,4)"])
+def test_any_other_order_is_taken(override: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    launched.check([override], ["hydra/launcher=joblib"], True)
+
+
 def test_a_launcher_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MkError, match="hydra/launcher=ray is not installed") as caught:
