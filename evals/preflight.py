@@ -18,7 +18,8 @@ WARM_TOKENS = 2  # before them: what an engine compiles and lowers at its first 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """probed: requests that the probe took. tok_s: of the probe, all together. hours: if every answer took `cap`."""
+    """probed: requests that the probe took. tok_s: of the probe, all together. hours: of decoding, if every answer took
+    `cap`; prompts come on top."""
 
     requests: int
     cap: int

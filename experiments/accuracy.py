@@ -128,7 +128,7 @@ def _preflight(cfg: Config, benchmark: Benchmark, problems: Sequence[Problem], a
     cost = estimate(benchmark, problems, settings.runs, engine, _sampling(cfg), engine.context)
     print(
         f"at most {cost.requests} answers of {cost.cap} tokens at {cost.tok_s:.0f} tokens/s, "
-        f"{60 * cost.hours:.1f} minutes",
+        f"{60 * cost.hours:.1f} minutes, and their prompts",
         flush=True,
     )
     require_affordable(cost, settings.max_hours)

@@ -111,19 +111,17 @@ class WaveLaunches(Runtime):
         return int(self.library.mk_launch_parts(step, self._addresses, count, int(self.dependent), stream))
 
     def _given_up(self, stalls: npt.NDArray[np.int32]) -> tuple[Program, npt.NDArray[np.int32]]:
-        """The part that has most of the tasks at which SMs stand; of several, as where a routing is made again, the one
-        that lacks most signals."""
+        """The first of the parts that have most of the tasks at which SMs stand: several make a routing again."""
         if self._parts is None:
             return super()._given_up(stalls)
         parts, at = self._parts, stalls[stalls[:, 0] != 0, 4]
         counters = self._part_counters.cpu().numpy()[:, 0]
         missing = parts.split("counters", missing_signals(parts.per_step, self.epoch, counters))
 
-        def blame(number: int) -> tuple[int, int]:
-            here = np.isin(at, parts.programs[number].words[:, Word.TASK])
-            return int(here.sum()), int(missing[number].max(initial=0))
+        def standing(number: int) -> int:
+            return int(np.isin(at, parts.programs[number].words[:, Word.TASK]).sum())
 
-        number = max(range(len(parts.programs)), key=blame)
+        number = max(range(len(parts.programs)), key=standing)
         return parts.programs[number], missing[number]
 
     def executed_hash(self) -> str:

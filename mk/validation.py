@@ -5,15 +5,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import zipfile
-import zlib
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from mk.errors import MkError
-
-BROKEN_NPZ = (OSError, ValueError, LookupError, EOFError, TypeError, zipfile.BadZipFile, zlib.error)
-"""What np.load and a look at its arrays raise of a file that is no archive of arrays, or a broken one."""
 
 
 def closest(word: str, words: Iterable[str]) -> str | None:

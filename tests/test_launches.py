@@ -171,7 +171,7 @@ def test_a_part_is_three_pointers() -> None:
 def test_a_launch_that_gives_up_is_named_by_its_own_counters(fake_device: FakeLibrary) -> None:
     rt = runtime(fake_device, "waves")
     assert isinstance(rt, WaveLaunches) and rt.program is not None and rt._parts is not None
-    parts, first = rt._parts.programs, 0
+    parts = rt._parts.programs
     counting = [number for number, part in enumerate(parts) if part.counters]
     number = counting[-1]
     part, first = parts[number], sum(len(of.counters) for of in parts[:number])
@@ -193,6 +193,23 @@ def test_a_launch_that_gives_up_is_named_by_its_own_counters(fake_device: FakeLi
     assert f"counter {name} got {count - 1} of {count} signals" in str(caught.value)
     assert f"(task {task}) waits for {name}: wants 9, has 8" in str(caught.value)
     assert name != rt.program.counters[0].name
+
+
+def test_of_parts_that_share_tasks_the_one_with_most_of_those_that_stand_has_given_up(fake_device: FakeLibrary) -> None:
+    """A part makes a routing again with the very tasks of another one."""
+    rt = runtime(fake_device, "waves")
+    assert isinstance(rt, WaveLaunches) and rt._parts is not None
+    parts = rt._parts.programs
+    tasks = [set(part.words[:, Word.TASK].tolist()) for part in parts]
+    first, second = next((a, b) for a, b in itertools.combinations(range(len(parts)), 2) if tasks[a] & tasks[b])
+    stalls = np.zeros((5, 8), np.int32)
+    stalls[1, [0, 4]] = 1, min(tasks[first] & tasks[second])
+    assert rt._given_up(stalls)[0] is parts[first]
+    stalls[2, [0, 4]] = 1, min(tasks[second] - tasks[first])
+    assert rt._given_up(stalls)[0] is parts[second]
+    stalls[1:3, 0] = 0  # records of an earlier step
+    stalls[3, [0, 4]] = 1, min(tasks[-1])
+    assert rt._given_up(stalls)[0] is parts[-1]
 
 
 def test_weights_that_wait_for_what_the_controller_has_seen_need_it_to_poll() -> None:

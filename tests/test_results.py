@@ -143,6 +143,12 @@ def test_what_the_simulator_is_judged_by_is_kept_and_took_as_long(tmp_path: Path
         for of in kept
     ]
     assert any(f"p50_ms of the row {name} is" in problem for problem in results.ranked_problems(slower))
+    text = at.read_text().splitlines()
+    edited = json.dumps(first | {"p50_ms": [*first["p50_ms"], 1.0]})  # a time that no row has
+    (at.parent / "raw.jsonl").write_text("\n".join([edited, *text[1:]]) + "\n")
+    sha = hashlib.sha256(edited.encode()).hexdigest()
+    own = [dataclasses.replace(of, row=dataclasses.replace(of.row, raw_sha256=sha)) for of in read_kept(tmp_path)[:1]]
+    assert [p for p in results.ranked_problems([*kept, *own]) if "the measured row None is not kept" in p]
 
 
 def test_a_label_edited_by_hand_is_refused(repository: Path) -> None:

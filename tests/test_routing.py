@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +139,23 @@ def test_a_trace_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         path.write_bytes(broken)
         refused("is not a routing trace")
     np.savez_compressed(path, ids=np.arange(4000), layers=np.arange(4000))
-    packed = bytearray(path.read_bytes())
-    packed[200:260] = bytes(60)  # of a deflated array
-    path.write_bytes(packed)
-    refused("is not a routing trace")
+    packed, raised = path.read_bytes(), set()
+    for at in range(0, 600, 20):  # headers, and what is deflated
+        path.write_bytes(packed[:at] + bytes(20) + packed[at + 20 :])
+        refused("is not a routing trace|ids of shape")
+        try:
+            with np.load(path) as arrays:
+                _ = arrays["layers"], arrays["ids"]
+        except Exception as error:
+            raised.add(type(error))
+    assert {zlib.error, zipfile.BadZipFile} <= raised and len(raised) > 3
+    for mark, place in ((1, 6), (99, 8)):  # an encrypted entry, a method that nobody knows
+        broken = bytearray(packed)
+        for at in (place, place + 2):
+            for entry in re.finditer(b"PK\x03\x04" if at == place else b"PK\x01\x02", packed):
+                broken[entry.start() + at] = mark
+        path.write_bytes(broken)
+        refused("is not a routing trace")
     ids = np.zeros((5, len(WIDE.sparse_layers), 2, 4), np.int16)
     Trace(WIDE.sparse_layers, ids[:, :-1]).save(path)
     refused("ids of shape")

@@ -1,7 +1,7 @@
 // The controller: fetches descriptors, expands phases into the task ring, and polls counters.
 //
-// It is the main track's only poller, but for builds in which every warp polls. Entries are opened strictly in list order: an entry's `go` says that its own counters and
-// those of everything before it were reached.
+// It is the main track's only poller, but for builds in which every warp polls. Entries are opened strictly in list
+// order: an entry's `go` says that its own counters and those of everything before it were reached.
 #pragma once
 #include "delay.cuh"
 #include "splits.cuh"
