@@ -64,7 +64,8 @@ def run(cfg: Config, jobs: Sequence[tuple[str, Config]], to_previous: bool = Fal
                 bound = simulated(cfg, BOUND, job, folder, geometry, sample, None, zero_wait=True)[0]
                 found.setdefault(BOUND, []).append(bound)
         flags = f"gpu={cfg.gpu.name} engine=cuda"
-        print(f"\nsimulated step times, {cfg.model.name}; measured by the same command where there is a card: {flags}")
+        what = f"{cfg.model.name} on {cfg.gpu.name}"
+        print(f"\nsimulated step times, {what}; measured by the same command where there is a card: {flags}")
         print(table(found, settings.batches, "the one before" if to_previous else "the first"))
         for label, message in left.items():
             print(f"not simulated: {label}: {message}")

@@ -72,8 +72,8 @@ SMALL: dict[str, Sequence[str]] = {
         *("experiment.lengths=[2]", "experiment.cuts=[1]", "experiment.layers=[1]", "experiment.whole=false"),
     ],
     "prefill_throughput": [
-        *("gpu=cpu", "model=nano", "weights=checkpoint", "experiment.lengths=[5]", "experiment.packed=[3]"),
-        *("experiment.packed_rows=2", "experiment.repeats=1", "experiment.check_tokens=6"),
+        *("gpu=cpu", "model=nano", "weights=checkpoint", "experiment.lengths=[2]", "experiment.packed=[1]"),
+        *("experiment.packed_rows=1", "experiment.repeats=1", "experiment.check_tokens=2"),
     ],
     "prefill_tiles": [
         *("gpu=cpu", "model=nano", "weights=checkpoint", "experiment.tokens=17", "experiment.repeats=1"),

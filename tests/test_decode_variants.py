@@ -416,7 +416,7 @@ def test_without_a_card_step_times_are_simulated_and_labelled(
     for row in rows:
         assert list(different(row, raw[row.raw_sha256 or ""])) == []
     out = capsys.readouterr().out
-    assert "simulated step times, slice; measured by the same command" in out and "gpu=h200 engine=cuda" in out
+    assert "simulated step times, slice on h200; measured by the same command" in out and "gpu=h200 engine=cuda" in out
     for message in (
         "routing=checkpoint: the router's own choice",
         "routing=oracle: another build of the kernel",
