@@ -47,12 +47,11 @@ class _Parts:
         self.programs = [dataclasses.replace(part, cut=None) for part in parts]
         self.words = torch.from_numpy(np.concatenate([part.words for part in self.programs])).to(device)
         self.offsets = torch.from_numpy(np.concatenate([part.offsets for part in self.programs])).to(device)
-        steps = [[counter.per_step for counter in part.counters] for part in self.programs]
-        self.per_step = np.array([gain for part in steps for gain in part], np.int64)
+        self.per_step = np.concatenate([part.per_step for part in self.programs])
         self.ends = {
             "words": np.cumsum([len(part.words) for part in self.programs]),
             "offsets": np.cumsum([len(part.offsets) for part in self.programs]),
-            "counters": np.cumsum([len(part) for part in steps]),
+            "counters": np.cumsum([len(part.counters) for part in self.programs]),
         }
 
     def split(self, name: str, array: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:

@@ -180,7 +180,7 @@ class Runtime:
                 hint="more SMs, or another placement than row_owner",
             )
         queues = self.geometry.layers * len(QUEUE_KINDS)
-        steps = np.array([counter.per_step for counter in program.counters], np.int64)
+        steps = program.per_step
         counters = counters_at(steps, epoch)
         with torch.cuda.stream(self.stream):
             if id(program) not in self._lists:  # megabytes: a batch size that comes back must not wait for them
@@ -388,8 +388,8 @@ class Runtime:
     def _given_up(self, stalls: npt.NDArray[np.int32]) -> tuple[Program, npt.NDArray[np.int32]]:
         """What was launched and did not end, and the signals that its counters lack. stalls: [SMs, 8]."""
         assert self.program is not None
-        steps = np.array([counter.per_step for counter in self.program.counters], np.int64)
-        return self.program, missing_signals(steps, self.epoch, self["counters"].cpu().numpy()[:, 0])
+        counters = self["counters"].cpu().numpy()[:, 0]
+        return self.program, missing_signals(self.program.per_step, self.epoch, counters)
 
     def executed_hash(self) -> str:
         """Of the descriptors, lists and counter increments that the device holds, read back from it, after all steps

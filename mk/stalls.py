@@ -57,7 +57,7 @@ def _missing_signal(program: Program, missing: Ints) -> str:
     """The counter that all others wait for: of those that lack most steps, the first."""
     if not program.counters:
         return "it has no counters"
-    per_step = np.array([counter.per_step for counter in program.counters], np.int64)
+    per_step = program.per_step
     steps = -(-missing // per_step)
     order = _order(program)
     first = int(order[np.argmax(steps[order])])

@@ -96,9 +96,14 @@ class Program:
         return {names[opcode]: count for opcode, count in zip(opcodes.tolist(), counts.tolist(), strict=True)}
 
     @property
+    def per_step(self) -> npt.NDArray[np.int64]:
+        """What each counter gains in a step [counters]."""
+        return np.array([counter.per_step for counter in self.counters], np.int64)
+
+    @property
     def schedule_hash(self) -> str:
         """Hash of everything that is to be executed: descriptors, their tracks, counter increments."""
-        return schedule_hash(self.words, self.offsets, np.array([of.per_step for of in self.counters], np.int32))
+        return schedule_hash(self.words, self.offsets, self.per_step.astype(np.int32))
 
 
 @dataclass(slots=True)

@@ -91,7 +91,7 @@ def expand(program: Program, sample: Sample) -> Work:
         )
     offsets = program.offsets.tolist()
     tracks = [tasks[begin:end] for begin, end in itertools.pairwise(offsets)]
-    return Work(shape.n_sm, shape.rows, tracks, [counter.per_step for counter in program.counters], queues)
+    return Work(shape.n_sm, shape.rows, tracks, program.per_step.tolist(), queues)
 
 
 def _sizes(shape: StepShape, sample: Sample, op: str, words: list[int]) -> tuple[int, int]:
