@@ -44,8 +44,9 @@ def main(cfg: Config) -> int:
     check_settings(cfg)
     if forced_ids(cfg.routing, geometry_of(cfg.model), 1, 1) is None:
         raise MkError(f"op_bench needs to know the experts, not routing={cfg.routing.name}", hint="routing=uniform")
+    names = chosen(cfg)
     if not torch.cuda.is_available():
-        return op_simulated.run(cfg)
+        return op_simulated.run(cfg, names)
     check(cfg)
     held = hold_weights(cfg, DEVICE)
     g = held.source.geometry
@@ -61,7 +62,7 @@ def main(cfg: Config) -> int:
             assert ids is not None
             bench = KernelOperations(cfg, runtime, programs[batch], ids[0], flush)
             inputs = op_torch.Inputs(g, [cfg.experiment.context] * batch, ids[0], DEVICE)
-            for name in chosen(cfg.experiment.operations, bench.operations):
+            for name in names:
                 own = bench.row(run, name, library.build_hash)
                 draws = name == "lm_head" and programs[batch].shape.draws  # where torch takes the likeliest
                 for method, alike in op_torch.METHODS.get(name, {}).items():

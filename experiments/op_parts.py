@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from mk.config import Config
 from mk.isa import ISA, Word
+from mk.model.geometry import Geometry
+from mk.model.opening import geometry_of
+from mk.programs import Plan, bucket_for
 from mk.schedule.cut import waves_of
 from mk.schedule.lower import Program
+from mk.schedule.simulate import first_layers, layer_period
 from mk.validation import require_one_of
 
 TOGETHER = {  # operations that are waves one after the other; of the last one's, those that the plan has
@@ -19,11 +24,20 @@ Operations = dict[str, list[list[int]]]
 """By name, for each layer that has it the parts of `waves_of` that it is."""
 
 
-def chosen(wanted: list[str] | None, operations: Operations) -> list[str]:
-    """Raises MkError for an operation that the plan has not, or not alone."""
-    for name in wanted or ():
+def chosen(cfg: Config) -> list[str]:
+    """Those that are configured, before anything is loaded. Raises MkError for one that the plan has not, or not
+    alone."""
+    settings, g = cfg.experiment, first_period(geometry_of(cfg.model))
+    bucket = bucket_for(settings.context + settings.steps)
+    operations = operations_of(Plan.from_config(cfg).lower(g, settings.batches[0], bucket))
+    for name in settings.operations or ():
         require_one_of("experiment.operations", name, operations)
-    return list(operations) if wanted is None else wanted
+    return settings.operations or list(operations)
+
+
+def first_period(geometry: Geometry) -> Geometry:
+    """The model up to where it repeats itself: every operation is there."""
+    return first_layers(geometry, min(geometry.layers, sum(layer_period(geometry))))
 
 
 def operations_of(program: Program) -> Operations:

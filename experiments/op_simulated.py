@@ -6,25 +6,28 @@ repeats itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from experiments.op_figures import COLUMNS, line, told
-from experiments.op_parts import chosen, operations_of
+from experiments.op_parts import first_period, operations_of
 from experiments.simulated_variants import ALONE, able
 from mk.config import Config
 from mk.model.opening import geometry_of
 from mk.programs import Plan, bucket_for
 from mk.runs import RunFolder
 from mk.schedule.cut import waves_of
-from mk.schedule.simulate import costs_of, first_layers, layer_period, ring_of, simulate
+from mk.schedule.simulate import costs_of, ring_of, simulate
 from mk.schedule.simulator.expand import Sample
 
 
-def run(cfg: Config) -> int:
-    """Exit status 0. Raises MkError for what the simulator does not know, and a card that nothing was fitted for."""
+def run(cfg: Config, names: Sequence[str]) -> int:
+    """Exit status 0. names: of `chosen`.
+
+    Raises MkError for what the simulator does not know, and a card that nothing was fitted for.
+    """
     settings, whole, plan, costs = cfg.experiment, geometry_of(cfg.model), Plan.from_config(cfg), costs_of(cfg.gpu)
     able(cfg, [(ALONE, cfg)])
-    g = first_layers(whole, min(whole.layers, sum(layer_period(whole))))
-    bucket = bucket_for(settings.context + settings.steps)
-    names = chosen(settings.operations, operations_of(plan.lower(g, settings.batches[0], bucket)))
+    g, bucket = first_period(whole), bucket_for(settings.context + settings.steps)
     print(f"simulated for {cfg.gpu.name}: torch sees no GPU here, and times nothing either", flush=True)
     with RunFolder.create(cfg) as folder:
         print(line(*COLUMNS), flush=True)
