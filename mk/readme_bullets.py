@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from mk.report.kept_rows import Kept, newest
+from mk.report.kept_rows import Kept, newest, of_last_run
+from mk.report.launches import labels
 from mk.rows import Row
 from mk.step_figures import Ratio
 
@@ -53,6 +54,10 @@ def _by(rows: Sequence[Kept], *fields: str) -> dict[tuple[object, ...], Row]:
     return {key(of.row): of.row for of in newest(rows, key)}
 
 
+def _keys_and_batch(row: Row) -> tuple[int, int]:
+    return row.context[0], row.batch
+
+
 def _ms(row: Row) -> float:
     """Raises ValueError for a row without a time."""
     if row.p50_ms is None:
@@ -83,13 +88,18 @@ def _quickstart(kept: Sequence[Kept]) -> Phrases:
 
 
 def _context_sweep(kept: Sequence[Kept]) -> Phrases:
-    """Of the kernel at batch 1."""
+    """Of the kernel at batch 1, and of vLLM beside it at every batch."""
     alone = [of for of in _rows(kept, "context_sweep") if of.row.engine == "cuda" and of.row.batch == 1]
     by_keys = {of.row.context[0]: of.row for of in newest(alone, lambda row: row.context[0])}
     for number, keys in enumerate(sorted(by_keys)):
         yield f"{_ms(by_keys[keys]):.2f}{'' if number else ' ms a step'} at {round(keys / 1024)}K"
     shares = [row.pct_nominal or 0.0 for row in by_keys.values()]
     yield f"{_span(min(shares), max(shares))} of the floor's speed"
+    beside = [of for of in _rows(kept, "context_sweep") if of.row.engine == "vllm"]
+    ratios = {(of.row.context[0], of.row.batch): of.row.ratio for of in newest(beside, _keys_and_batch)}
+    for keys in sorted({keys for keys, _ in ratios}):
+        *first, last = [f"{ratios[at]:.2f}" for at in sorted(ratios) if at[0] == keys]
+        yield f"{round(keys / 1024)}K {', '.join(first)} and {last}"
 
 
 def _plan_ablation(kept: Sequence[Kept]) -> Phrases:
@@ -187,6 +197,32 @@ def _serving(kept: Sequence[Kept]) -> Phrases:
         yield f"{own.tok_s:,.0f} tokens/s here, {other.tok_s:,.0f} from vLLM: {other.ratio:.2f} times"
         yield f"first token after {own.ttft_ms:.0f} and {other.ttft_ms:.0f} ms"
         yield f"between tokens {own.itl_p50_ms:.1f} and {other.itl_p50_ms:.1f}"
+
+
+def _agent_trial(kept: Sequence[Kept]) -> Phrases:
+    """Of a conversation sent again to both engines."""
+    rows = _by([of for of in _rows(kept, "agent_trial") if of.row.agent == "replay"], "engine")
+    own, other = rows[("cuda",)], rows[("vllm",)]
+    yield f"{own.answers} turns, {own.usage_prompt_tokens:,} tokens in and {own.usage_completion_tokens:,} out"
+    yield f"{own.tok_s:.0f} tokens/s here, {other.tok_s:.0f} from vLLM: {other.ratio:.2f} times"
+    yield f"first token after {own.ttft_ms:.0f} and {other.ttft_ms:.0f} ms"
+    yield f"between tokens {own.itl_p50_ms:.1f} and {other.itl_p50_ms:.1f}"
+    yield f"{own.hit_tokens:,} and {other.hit_tokens:,} tokens were cached"
+
+
+def _ladder(kept: Sequence[Kept]) -> Phrases:
+    """Every arm by the name that the figure has for it, batch 1 and 8."""
+    rows = of_last_run(_rows(kept, "ladder"), lambda row: row.batch)
+    times = {(of.row.arm or "", of.row.batch): _ms(of.row) for of in rows}
+    for arm, name in labels(rows).items():
+        yield f"{name.removesuffix(': a bound')} {times[arm, 1]:.2f} and {times[arm, 8]:.2f}"
+
+
+def _batch_switching(kept: Sequence[Kept]) -> Phrases:
+    arms = {of.row.arm: of.row for of in of_last_run(_rows(kept, "batch_switching"), lambda row: row.batch)}
+    every, largest = arms["every size"], arms["the largest alone"]
+    yield f"{every.tok_s:,.0f} tokens/s, {largest.tok_s:,.0f} from steps of {largest.batch} rows alone"
+    yield f"takes {_change(largest).lstrip('+')} % longer"
 
 
 def _sm_map(kept: Sequence[Kept]) -> Phrases:
@@ -315,6 +351,9 @@ PHRASES: dict[str, Callable[[Sequence[Kept]], Phrases]] = {
     "routing_ablation": _routing_ablation,
     "vllm_decode": _vllm_decode,
     "serving": _serving,
+    "agent_trial": _agent_trial,
+    "ladder": _ladder,
+    "batch_switching": _batch_switching,
     "sm_map": _sm_map,
     "kernel_ablation": _kernel_ablation,
     "ring_ablation": _ring_ablation,

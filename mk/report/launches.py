@@ -68,7 +68,7 @@ def _ladder(rows: Sequence[Kept]) -> Iterator[Chart]:
             rows,
             (BATCH, CONTEXT, ARM, BOUND, *TIMES, *RATIOS, *SHARE),
             lambda figure: _draw_ladder(figure, rows),
-            (10.0, 1.6 + 0.27 * len(_labels(rows))),
+            (10.0, 1.6 + 0.27 * len(labels(rows))),
         )
 
 
@@ -104,7 +104,7 @@ def _by_batch(rows: Sequence[Kept]) -> list[tuple[int, list[Kept]]]:
     return [(batch, [of for of in rows if of.row.batch == batch]) for batch in sorted({of.row.batch for of in rows})]
 
 
-def _labels(rows: Sequence[Kept]) -> dict[str, str]:
+def labels(rows: Sequence[Kept]) -> dict[str, str]:
     """Arm -> a short name, in order: what it has otherwise than the arm before. Without the first arm's repetition."""
     found: dict[str, str] = {}
     for _, own in _by_batch(rows):
@@ -145,7 +145,7 @@ def _kind(of: Kept) -> str:
 
 
 def _draw_ladder(figure: Figure, rows: Sequence[Kept]) -> None:
-    names = _labels(rows)
+    names = labels(rows)
     arms = list(names)
     batches = _by_batch(rows)
     every = panels(figure, *(f"batch {batch}, {own[0].row.context[0]:,} keys" for batch, own in batches))
@@ -181,7 +181,7 @@ def _idle(wave: str) -> Column:
 
 
 def _draw_occupancy(figure: Figure, rows: Sequence[Kept]) -> None:
-    batches, names = _by_batch(rows), _labels(rows)
+    batches, names = _by_batch(rows), labels(rows)
     titles = (f"batch {batch}, {own[0].row.context[0]:,} keys, layer {own[0].row.layer}" for batch, own in batches)
     every = panels(figure, *titles, down=True)
     for axes, (_, own) in zip(every, batches, strict=True):
@@ -201,7 +201,7 @@ def _draw_occupancy(figure: Figure, rows: Sequence[Kept]) -> None:
 
 
 def _draw_timelines(figure: Figure, rows: Sequence[Kept]) -> None:
-    names, raws = _labels(rows), raw_of(rows)
+    names, raws = labels(rows), raw_of(rows)
     sms = max(len(raw["busy_us"]) for raw in raws)
     step = next(n for n in count(1) if n >= sms or sum(_stretches(raw["busy_us"][::n]) for raw in raws) <= STRETCHES)
     longest = max(max(raw["wave_ends_us"].values()) for raw in raws)
