@@ -8,11 +8,10 @@ from typing import Any
 
 from experiments.console import progress
 from mk.config import Config
-from mk.engine_config import RingConfig
 from mk.errors import MkError
 from mk.runs import RunFolder
 from mk.schedule.measured import Measured, read_folder
-from mk.schedule.simulate import costs_of, ring_of
+from mk.schedule.simulate import costs_of
 
 
 def main(cfg: Config) -> int:
@@ -34,10 +33,10 @@ def main(cfg: Config) -> int:
     for step, ms in zip(steps, simulated, strict=True):
         mark = "fitted" if step.row.wave_order in settings.fitted else ""
         shown = f"{step.p50_ms:9.4f} ms   simulated {ms:9.4f}  {ms / step.p50_ms - 1:+7.1%}"
-        print(f"batch {step.row.batch}  {step.label:72}{shown}  {mark}")
+        print(f"batch {step.row.batch}  {step.label:96}{shown}  {mark}")
     with RunFolder.create(cfg) as run:
         print(f"\n{'schedules':44}{'number':>7}{'rank correlation':>18}{'mean error':>12}")
-        for label, places in groups(steps, settings.fitted, cfg.engine.ring).items():
+        for label, places in groups(steps, settings.fitted).items():
             raw = raw_of(steps, simulated, places)
             last = steps[places[-1]].row
             row = run.measured(
@@ -76,19 +75,18 @@ def usable(cfg: Config, step: Measured) -> bool:
     return (row.model, row.gpu, row.routing) == (cfg.model.name, cfg.gpu.name, cfg.routing.name)
 
 
-def groups(steps: Sequence[Measured], fitted: Sequence[str], usual: RingConfig) -> dict[str, list[int]]:
+def groups(steps: Sequence[Measured], fitted: Sequence[str]) -> dict[str, list[int]]:
     """Places in `steps` by what they have in common: each batch, and all together.
 
-    Of those with the usual ring: all that the constants were not fitted to, and of them the rows of owned strips, which
-    alone were traced, and the others. Then the plan of the other rings with every one of them.
+    Of those with the batch's usual handover (see `Measured`), which most steps have: all that the constants were not
+    fitted to, and of them the rows of owned strips, which alone were traced, and the others. Then the plans that ran
+    with another handover too, with every one of theirs.
     """
     batches = sorted({step.row.batch for step in steps})
-    same = [step.ring == ring_of(usual, step.row.batch) for step in steps]
-    rings = {
-        (step.row.schedule, step.row.wave_order, step.row.placement)
-        for step, as_usual in zip(steps, same, strict=True)
-        if not as_usual
-    }
+    of_batch = {batch: [step.handover for step in steps if step.row.batch == batch] for batch in batches}
+    usual = {batch: max(of, key=of.count) for batch, of in of_batch.items()}
+    same = [step.handover == usual[step.row.batch] for step in steps]
+    varied = {_named(step) for step, as_usual in zip(steps, same, strict=True) if not as_usual}
     found: dict[str, list[int]] = {}
     for of in [[batch] for batch in batches] + [batches] * (len(batches) > 1):
         name = f"batch {' and '.join(map(str, of))}"
@@ -101,11 +99,12 @@ def groups(steps: Sequence[Measured], fitted: Sequence[str], usual: RingConfig) 
         found[f"{name}: plans"] = plans
         found[f"{name}: row_owner"] = owned
         found[f"{name}: other placements"] = [place for place in plans if place not in owned]
-        row_of = {place: steps[place].row for place in mine}
-        found[f"{name}: rings"] = [
-            place for place, row in row_of.items() if (row.schedule, row.wave_order, row.placement) in rings
-        ]
+        found[f"{name}: handover"] = [place for place in mine if _named(steps[place]) in varied]
     return {name: places for name, places in found.items() if places}
+
+
+def _named(step: Measured) -> tuple[object, ...]:
+    return step.row.schedule, step.row.wave_order, step.row.placement, tuple(step.row.context)
 
 
 def raw_of(steps: Sequence[Measured], simulated: Sequence[float], places: Sequence[int]) -> dict[str, Any]:

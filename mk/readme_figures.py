@@ -37,6 +37,8 @@ def check_readme(text: str, kept: Sequence[Kept]) -> tuple[list[str], list[str]]
             wrong += [problem for cells in lines for problem in _decode(dict(zip(head, cells, strict=True)), rows)]
         elif head[:2] == ["placement", "schedule"]:
             wrong += [problem for cells in lines for problem in _interpreter(head, cells, rows)]
+        elif "rank correlation" in " ".join(head):
+            wrong += [problem for cells in lines for problem in _ranking(head, cells, kept)]
     return wrong + bullet_problems(text, kept), notes
 
 
@@ -77,3 +79,20 @@ def _interpreter(head: list[str], cells: list[str], rows: Sequence[Row]) -> list
                 f"README: {cells[0]}, {cells[1]}, {name} is {cell}, rows have {', '.join(sorted(found)) or 'none'}"
             )
     return wrong
+
+
+def _ranking(head: list[str], cells: list[str], kept: Sequence[Kept]) -> list[str]:
+    """What the simulator's accuracy is over some schedules, the same ones at every batch that the head names."""
+    batches = re.findall(r"\d+", head[2])
+    groups: dict[tuple[str, str], dict[str, Row]] = {}
+    for of in kept:
+        if of.row.experiment == "simulator_accuracy":
+            batch, _, name = (of.row.arm or "").removeprefix("batch ").partition(": ")
+            groups.setdefault((of.run, name), {})[batch] = of.row
+    found = set()
+    for by_batch in groups.values():
+        if mine := [by_batch[batch] for batch in batches if batch in by_batch]:
+            ranks = ", ".join(f"{row.rank_correlation:.2f}" for row in mine)
+            errors = ", ".join(f"{100 * (row.mean_error or 0):.1f} %" for row in mine)
+            found |= {(str(row.schedules), ranks, errors) for row in mine}
+    return [] if tuple(cells[1:]) in found else [f"README: no kept simulation of {cells[0]} has {', '.join(cells[1:])}"]

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from mk import results
 from mk.readme_bullets import PHRASES, bullet_problems
+from mk.readme_figures import check_readme
 from mk.report import palette
 from mk.report.chart import Chart
 from mk.report.decode import COLUMNS, layer_cost
@@ -247,6 +248,22 @@ def test_every_list_of_the_readme_that_rows_give_is_there() -> None:
     for name, phrases in PHRASES.items():
         assert list(phrases(KEPT)), name
         assert name == "decode_throughput" or f"\n* `{name}`" in README
+
+
+def test_an_edited_figure_of_the_tables_of_a_card_is_told() -> None:
+    """The last digit of every cell, one after the other."""
+    heads = ("| batch | ms a step", "| kept rows of an H200")
+    lines = [line for head in heads for line in README[README.index(head) :].partition("\n\n")[0].splitlines()[2:]]
+    assert len(lines) == 10
+    for line in lines:
+        label, *cells = re.findall(r"[^|]+", line)
+        for place, cell in enumerate(cells):
+            at = re.search(r"\d(?=\D*$)", cell)
+            assert at is not None, line
+            other = cell[: at.start()] + str((int(at.group()) + 1) % 10) + cell[at.end() :]
+            edited = f"|{'|'.join([label, *cells[:place], other, *cells[place + 1 :]])}|"
+            wrong, _ = check_readme(README.replace(line, edited), KEPT)
+            assert wrong, edited
 
 
 @pytest.mark.parametrize("name", PHRASES)

@@ -12,6 +12,7 @@ from experiments import simulator_accuracy
 from mk import results
 from mk.compose import load_config
 from mk.errors import MkError
+from mk.kept import published, read_configs
 from mk.schedule.measured import read_folder
 from mk.sources import ROOT
 from tests.promotion import committed, folder_of, repository, require_kept
@@ -35,7 +36,7 @@ def test_it_ranks_and_times_what_a_card_has_run(
     found = {row.arm: row for row in rows}
     assert [found[f"batch {batch}: plans"].schedules for batch in (1, 8)] == [6, 6]
     assert [found[f"batch {batch}: row_owner"].schedules for batch in (1, 8)] == [2, 2]
-    assert [found[f"batch {batch}: rings"].schedules for batch in (1, 8)] == [3, 3]  # the first variant's once
+    assert [found[f"batch {batch}: handover"].schedules for batch in (1, 8)] == [3, 3]  # the first variant's once
     for batch in (1, 8):
         row = found[f"batch {batch}: plans"]
         assert row.rank_correlation >= 0.8 and row.mean_error < 0.1, row
@@ -45,12 +46,55 @@ def test_it_ranks_and_times_what_a_card_has_run(
 
 def test_rows_that_the_constants_were_fitted_to_are_told_apart() -> None:
     steps = read_folder(KEPT / "2026-11-30-plan_ablation-1a36092d")
-    usual = load_config(["experiment=simulator_accuracy"]).engine.ring
-    found = simulator_accuracy.groups(steps, ["parted"], usual)
+    found = simulator_accuracy.groups(steps, ["parted"])
     orders = {name: {steps[place].row.wave_order for place in places} for name, places in found.items()}
     assert orders["batch 1, fitted"] == {"parted"} and orders["batch 1: plans"] == {"oproj_prefetch"}
     assert "batch 1: row_owner" not in found  # none is left to judge by
-    assert "batch 1, fitted" not in simulator_accuracy.groups(steps, [], usual)
+    assert "batch 1, fitted" not in simulator_accuracy.groups(steps, [])
+
+
+def test_a_ladder_and_a_sweep_are_told_apart_by_what_they_vary() -> None:
+    """Steps of many launches are not simulated; barriers, held weights and windows are no plans, contexts are."""
+    (ladder,) = KEPT.glob("*-ladder-89391c00")
+    steps = [step for step in read_folder(ladder) if step.row.batch == 8]
+    assert [step.label.partition("keys ")[2] for step in steps] == [
+        "64 KB of 22 slots, barriers, no run-ahead",
+        "64 KB of 22 slots, no run-ahead",
+        "32 KB of 22 slots, no run-ahead",
+        "32 KB of 22 slots",
+        "64 KB of 22 slots",
+        "64 KB of 22 slots",
+    ]
+    groups = simulator_accuracy.groups(steps, [])
+    assert groups["batch 8: plans"] == [4, 5] and groups["batch 8: handover"] == [0, 1, 2, 3, 4]
+    assert all(step.plan.barriers == (place == 0) for place, step in enumerate(steps))
+    (sweep,) = KEPT.glob("*-context_sweep-a8180f6e")
+    steps = read_folder(sweep)
+    groups = simulator_accuracy.groups(steps, [])
+    assert len(groups["batch 1 and 4 and 8: plans"]) == len(steps) == 18
+    assert not any("handover" in name for name in groups)
+
+
+@pytest.mark.parametrize("leaf", ["engine.trace", "sampling.temperature", "engine.ring.copy_kb"])
+def test_what_the_simulator_knows_nothing_of_is_left_out(tmp_path: Path, leaf: str) -> None:
+    """Each read from the configuration beside the row."""
+    folder = tmp_path / "rows"
+    shutil.copytree(KEPT / "2026-11-30-plan_ablation-4b3ce8d8", folder)
+    assert read_folder(folder)
+    *groups, name = leaf.split(".")
+    configs = read_configs(folder)
+    for config in configs.values():
+        at = config
+        for group in groups:
+            at = at[group]
+        at[name] = {"engine.trace": "moments", "sampling.temperature": 1.0, "engine.ring.copy_kb": 4}[leaf]
+    files, hashes = published(configs)
+    rows = (folder / "rows.jsonl").read_text()
+    for before, after in hashes.items():
+        rows = rows.replace(before, after)
+    for file, text in {**files, "rows.jsonl": rows}.items():
+        (folder / file).write_text(text)
+    assert read_folder(folder) == []
 
 
 def test_other_builds_bounds_and_repetitions_are_no_steps_of_the_simulator() -> None:

@@ -172,12 +172,17 @@ def to_yaml(costs: Costs) -> str:
     return "\n".join(lines)
 
 
+def _usual(step: Measured) -> bool:
+    """Whether the step waits as the kernel does: an ablation's that waits more tells less of what a wait costs."""
+    return step.ring.run_ahead and not step.plan.barriers
+
+
 def main(arguments: Sequence[str]) -> int:
     from mk.compose import load_config
 
     orders = next((a.removeprefix("orders=").split(",") for a in arguments if a.startswith("orders=")), None)
     folders = [Path(a) for a in arguments if not a.startswith("orders=")]
-    steps = [step for folder in folders for step in read_folder(folder)]
+    steps = [step for folder in folders for step in read_folder(folder) if _usual(step)]
     steps = [step for step in steps if orders is None or step.row.wave_order in orders]
     if not steps:
         raise MkError("no measured steps", hint="python -m mk.schedule.fit RUN_FOLDER ... [orders=default,parted]")

@@ -42,10 +42,16 @@ class Measured:
 
     @property
     def label(self) -> str:
-        window_kb = self.ring.window * SLOT_KB
+        row, ring = self.row, self.ring
         return (
-            f"{self.row.schedule} {self.row.wave_order} {self.row.placement} {window_kb} KB of {self.ring.slots} slots"
+            f"{row.schedule} {row.wave_order} {row.placement} {max(row.context):,} keys {ring.window * SLOT_KB} KB of "
+            f"{ring.slots} slots" + ", barriers" * self.plan.barriers + ", no run-ahead" * (not ring.run_ahead)
         )
+
+    @property
+    def handover(self) -> tuple[Ring, bool]:
+        """What of the machine, not of the plan, may differ between steps: its ring, and whether barriers part waves."""
+        return self.ring, self.plan.barriers
 
     def work(self) -> Work:
         return expand(self.plan.lower(self.geometry, len(self.sample.keys), self.bucket), self.sample)
@@ -55,10 +61,11 @@ class Measured:
 
 
 def read_folder(folder: Path) -> list[Measured]:
-    """The whole steps of a run or kept folder that the kernel's own build took, each configuration and batch once.
+    """The whole steps of a run or kept folder that can be simulated, each configuration and batch once.
 
-    Bounds and other builds (another poll, smaller copies) are left out: the simulator knows nothing of them. Raises
-    MkError for a folder without rows, and for a model that has no geometry of its own.
+    Bounds, other builds (another poll, smaller copies, a trace), steps of many launches and those that draw tokens are
+    left out: the simulator knows nothing of them. Raises MkError for a folder without rows, and for a model that has no
+    geometry of its own.
     """
     if not (folder / "rows.jsonl").is_file():
         raise MkError(f"{folder}: has no rows.jsonl", hint="a run of decode_throughput or an ablation")
@@ -69,7 +76,7 @@ def read_folder(folder: Path) -> list[Measured]:
         if config is None:
             raise MkError(f"{folder}: the configuration {row.config_hash[:16]} of a row is not beside it")
         # the first variant of an ablation runs twice
-        if _whole_step(row) and _own_build(config) and (row.config_hash, row.batch) not in found:
+        if _whole_step(row) and _simulable(config) and (row.config_hash, row.batch) not in found:
             found[row.config_hash, row.batch] = _measured(folder, row, config)
     return list(found.values())
 
@@ -80,22 +87,21 @@ def _whole_step(row: Row) -> bool:
     return timed and row.kernel is None and row.layer is None
 
 
-def _own_build(config: Mapping[str, Any]) -> bool:
-    """Whether the kernel ran as costs were fitted, by a plan that its configuration alone gives: one launch, no define
-    but the ring's size, no barriers. Rows may be older than a leaf."""
+def _simulable(config: Mapping[str, Any]) -> bool:
+    """Whether the simulator knows what ran, and this alone gives the plan. Rows may be older than a leaf."""
     engine, experiment = config["engine"], config["experiment"]
     handoff, ring = engine.get("handoff", {}), engine["ring"]
-    unusual = (
+    unknown = (
         handoff.get("pollers", "controller") != "controller",
         handoff.get("polls", "acquire") != "acquire",
-        handoff.get("barriers", False),
         ring.get("copy_kb", 8) != 8,
-        not ring.get("run_ahead", True),
+        engine.get("trace", "none") != "none",
         experiment.get("launches", "step") != "step",
         config["schedule"]["name"] == "greedy",
         config["placement"]["name"] == "sm_map",
+        config["sampling"]["temperature"] > 0,
     )
-    return not any(unusual)
+    return not any(unknown)
 
 
 def _measured(folder: Path, row: Row, config: Mapping[str, Any]) -> Measured:
@@ -111,13 +117,15 @@ def _measured(folder: Path, row: Row, config: Mapping[str, Any]) -> Measured:
         schedule["moe_claimers"] or 0,
         schedule["claim_ahead"] or 0,
         SplitPolicy(attention["split_keys"], attention["max_splits"]),
+        barriers=config["engine"].get("handoff", {}).get("barriers", False),
     )
+    window = window_for(windows_of(ring["window_kb"]), row.batch)
     path = folder / f"trace_batch{row.batch}.npz"
     return Measured(
         row,
         geometry_of(model),
         plan,
-        Ring(slots=ring["slots"], window=window_for(windows_of(ring["window_kb"]), row.batch)),
+        Ring(slots=ring["slots"], window=window, run_ahead=ring.get("run_ahead", True)),
         Sample.draw(geometry_of(model), RoutingConfig(**config["routing"]), row.context),
         bucket_for(max(row.context) + (row.steps or 0)),
         StepTrace.load(path) if path.is_file() else None,
