@@ -51,7 +51,7 @@ def main(cfg: Config) -> int:
     stored = [row for part in (folder, *others) for row in read_rows(part / "rows.jsonl")]
     require_sources(folder, stored)
     config = _config(cfg, folder)
-    print(f"repeating {folder.name}, {len(stored)} rows: {stored[0].command or config.experiment.name}", flush=True)
+    print(f"repeating {folder}, {len(stored)} rows: {stored[0].command or config.experiment.name}", flush=True)
     places = Path(cfg.run_dir), f"*-{config.experiment.name}-{config_hash(config)[:8]}*"
     before = set(places[0].glob(places[1]))
     status = experiment_main(config.experiment.name)(config) or 0
@@ -67,16 +67,24 @@ def main(cfg: Config) -> int:
 def find(run: str, run_dir: Path, results: Path) -> list[Path]:
     """The folder of a run, or those of its parts where what it simulated is kept apart. Raises MkError where there is
     none, with the nearest name."""
+    broken: list[Path] = []
     for places in ([Path(run)], [run_dir / run], sorted(results.glob(f"*/{run}"))):
-        found = [place for place in places if all((place / name).is_file() for name in ("rows.jsonl", "config.yaml"))]
-        if found:
+        if found := [place for place in places if not _missing(place)]:
             return found
+        broken += [place for place in places if place.is_dir()]
+    if broken:
+        raise MkError(f"run={run}: {broken[0]} has no {' and no '.join(_missing(broken[0]))}")
     known = [path.parent.name for path in (*run_dir.glob("*/rows.jsonl"), *results.glob("*/*/rows.jsonl"))]
     near = closest(run, known)
     raise MkError(
         f"run={run}: there is no such run in {run_dir}/ or results/<card>/",
         hint=f"did you mean run={near}?" if near else "a run's name is that of its folder",
     )
+
+
+def _missing(folder: Path) -> list[str]:
+    """What a run is repeated from, and is not there."""
+    return [name for name in ("rows.jsonl", "config.yaml") if not (folder / name).is_file()]
 
 
 def require_sources(folder: Path, rows: list[Row]) -> None:

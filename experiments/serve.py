@@ -55,7 +55,8 @@ def main(cfg: Config) -> int:
 def welcome(cfg: Config, service: Service) -> str:
     """What to paste where."""
     url = f"http://{cfg.server.host}:{cfg.server.port}"
-    body = {"model": service.model_id, "messages": [{"role": "user", "content": "Write hello world in Python."}]}
+    messages = [{"role": "user", "content": "Write hello world in Python."}]
+    body = {"model": service.model_id, "messages": messages, "max_tokens": 64}  # nano by itself knows no end
     key = " -H 'Authorization: Bearer '$MK_API_KEY" if api_key() else ""
     lines = [
         f"serving {service.model_id} at {url}/v1",

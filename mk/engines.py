@@ -291,7 +291,8 @@ class ReferenceEngine:
 def cuda_obstacle(config: Config, rows: int) -> MkError | None:
     """Why the kernel cannot decode this configuration here; None if it can, once it is built."""
     if not torch.cuda.is_available():
-        hint = "engine=interpreter executes the same descriptors on the CPU"
+        small = " model=nano weights=checkpoint gpu=cpu" if config.model.name != "nano" else ""
+        hint = f"engine=interpreter{small} executes the same descriptors on the CPU"
         return MkError("engine=cuda: there is no CUDA device here", hint=hint)
     facts = DeviceFacts.read()
     if facts.capability != (9, 0):

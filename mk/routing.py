@@ -138,16 +138,29 @@ class Trace:
 
     @classmethod
     def load(cls, path: Path) -> Trace:
-        """Raises MkError for a file that is missing or is not a trace."""
+        """Raises MkError for a file that is missing or is not a trace, and for ids that no router gives."""
         if not path.is_file():
-            raise MkError(f"routing.path={path}: no such file", hint="quickstart writes routing.npz in its run folder")
+            what = "is a folder" if path.is_dir() else "no such file"
+            raise MkError(f"routing.path={path}: {what}", hint="quickstart writes routing.npz in its run folder")
         try:
             with np.load(path) as arrays:
                 layers, ids = arrays["layers"], arrays["ids"]
         except Exception as error:  # of broken bytes: zipfile, zlib and numpy's headers raise each its own
             raise MkError(f"routing.path={path}: is not a routing trace ({type(error).__name__})") from error
-        if ids.ndim != 4 or not ids.size or ids.shape[1] != len(layers):
-            raise MkError(f"routing.path={path}: ids of shape {list(ids.shape)} for {len(layers)} layers")
+        for name, array in (("layers", layers), ("ids", ids)):
+            if not np.issubdtype(array.dtype, np.integer):
+                raise MkError(f"routing.path={path}: {name} are {array.dtype}, not whole numbers")
+        if layers.ndim != 1 or ids.ndim != 4 or not ids.size or ids.shape[1] != len(layers):
+            shapes = f"ids of shape {list(ids.shape)} for layers of shape {list(layers.shape)}"
+            raise MkError(f"routing.path={path}: {shapes}")
+        ascending = np.sort(ids, axis=-1)
+        inactive = (ids == -1).all(axis=-1)
+        twice = (ascending[..., 1:] == ascending[..., :-1]).any(axis=-1)
+        for wrong, what in (((ids < 0).any(axis=-1) & ~inactive, "less than 0"), (twice & ~inactive, "twice the same")):
+            if wrong.any():
+                step, layer, row = np.argwhere(wrong)[0].tolist()
+                place = f"step {step}, layer {layers[layer]}, row {row}"
+                raise MkError(f"routing.path={path}: {place} has {what}: {ids[step, layer, row].tolist()}")
         return cls(tuple(int(layer) for layer in layers), ids)
 
 

@@ -180,6 +180,8 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(failed=kind is not None)
+        if kind is not None and self._files[0].exists():
+            print(f"the rows so far are in {self.path}", file=sys.stderr)
 
 
 def _line(raw: Mapping[str, Any]) -> str:

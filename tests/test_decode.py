@@ -242,7 +242,10 @@ def test_engines_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert names == {"auto": "interpreter", "reference": "reference"}
     with pytest.raises(MkError, match="engine=cuda: there is no CUDA device here") as caught:
         require_engine(load_config(["engine=cuda"]), 1)
-    assert caught.value.hint and "engine=interpreter" in caught.value.hint
+    assert caught.value.hint and caught.value.hint.startswith("engine=interpreter executes")
+    with pytest.raises(MkError) as caught:  # of a model that no CPU holds
+        require_engine(load_config(["engine=cuda", "model=north_mini_code", "weights=random"]), 1)
+    assert "engine=interpreter model=nano weights=checkpoint gpu=cpu" in (caught.value.hint or "")
 
     source().write_folder(tmp_path)
     axes = [f"model.path={tmp_path}", "weights=random", "gpu.sms=3"]

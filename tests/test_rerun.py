@@ -89,6 +89,17 @@ def test_both_parts_of_a_run_are_found(tmp_path: Path) -> None:
     assert rerun.find(str(kept / "h200" / "two"), runs, kept) == [kept / "h200" / "two"]
 
 
+@pytest.mark.parametrize("missing", ["rows.jsonl", "config.yaml"])
+def test_a_broken_run_is_not_taken_for_none(tmp_path: Path, missing: str) -> None:
+    """A name that is there is no misspelling of itself."""
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    for name in {"rows.jsonl", "config.yaml"} - {missing}:
+        (folder / name).touch()
+    with pytest.raises(MkError, match=f"run=one: {folder} has no {missing}"):
+        rerun.find("one", tmp_path / "runs", tmp_path / "results")
+
+
 def test_a_stored_configuration_is_the_one_that_was_resolved() -> None:
     for overrides in (SMALL, ["experiment=wave_order_ablation"], ["experiment=accuracy", "sampling=top_p"]):
         config = load_config(overrides)

@@ -121,6 +121,41 @@ def test_the_machine_takes_the_ids_of_a_mode_and_replays_them(name: str, tmp_pat
         again.step()
 
 
+def ids_of_a_trace() -> np.ndarray:
+    """int16 [5 steps, layers, 2 rows, 4]"""
+    return np.broadcast_to(np.arange(4, dtype=np.int16), (5, len(WIDE.sparse_layers), 2, 4)).copy()
+
+
+def test_ids_that_no_router_gives_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    """With the first place that has them; an inactive row is all -1, and any ids will do for it."""
+    path = tmp_path / "trace.npz"
+    layers = np.array(WIDE.sparse_layers)
+
+    def load(ids: object, layers: object = layers) -> Trace:
+        np.savez(path, ids=ids, layers=layers)
+        return Trace.load(path)
+
+    ids = ids_of_a_trace()
+    inactive = ids.copy()
+    inactive[:, :, 1] = -1
+    assert (load(inactive).ids == inactive).all()
+    below, twice = "less than 0", "twice the same"
+    for wrong, what in (((1, -5, 2, 3), below), ((-1, 1, 2, 3), below), ((2, 1, 0, 2), twice)):
+        edited = ids.copy()
+        edited[3, 1, 1] = wrong
+        with pytest.raises(MkError, match=f"step 3, layer {layers[1]}, row 1 has {what}: .{wrong[0]}, {wrong[1]}"):
+            load(edited)
+    for cast in (np.float64, np.str_, bool):
+        with pytest.raises(MkError, match=r"routing\.path=.*: ids are .*, not whole numbers"):
+            load(ids.astype(cast))
+        with pytest.raises(MkError, match=r"routing\.path=.*: layers are .*, not whole numbers"):
+            load(ids, layers.astype(cast))
+    with pytest.raises(MkError, match="for layers of shape"):
+        load(ids, np.array(3))
+    with pytest.raises(MkError, match="is a folder"):
+        Trace.load(tmp_path)
+
+
 def test_a_trace_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.npz"
 
@@ -156,7 +191,7 @@ def test_a_trace_that_does_not_fit_is_refused(tmp_path: Path) -> None:
                 broken[entry.start() + at] = mark
         path.write_bytes(broken)
         refused("is not a routing trace")
-    ids = np.zeros((5, len(WIDE.sparse_layers), 2, 4), np.int16)
+    ids = ids_of_a_trace()
     Trace(WIDE.sparse_layers, ids[:, :-1]).save(path)
     refused("ids of shape")
     Trace(tuple(layer + 1 for layer in WIDE.sparse_layers), ids).save(path)
@@ -164,7 +199,7 @@ def test_a_trace_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     Trace(WIDE.sparse_layers, ids[..., :3]).save(path)
     refused("3 ids a row")
     Trace(WIDE.sparse_layers, ids + 24).save(path)
-    refused("up to 24")
+    refused("up to 27")
     Trace(WIDE.sparse_layers, ids).save(path)
     refused("2 rows, the batch 3", rows=3)
     refused("the trace has 5 steps, this run may take 6", steps=6)

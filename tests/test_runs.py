@@ -106,6 +106,22 @@ def test_drafts_stand_until_the_next_row(run: RunFolder) -> None:
     assert read_rows(run.path / "rows.jsonl") == [first, last] and len(read_raw(run.path / "raw.jsonl")) == 2
 
 
+@pytest.mark.parametrize("ended", [KeyboardInterrupt(), MkError("no room"), SystemExit(143)])
+def test_a_run_that_is_broken_off_says_where_its_rows_are(
+    run: RunFolder, ended: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(type(ended)), run:
+        raise ended
+    assert capsys.readouterr().err == ""  # none is lost
+    with pytest.raises(type(ended)), run:
+        run.append_row(make_row(run))
+        raise ended
+    assert capsys.readouterr().err == f"the rows so far are in {run.path}\n"
+    with run:
+        run.append_row(make_row(run))
+    assert capsys.readouterr().err == ""
+
+
 def test_variants_share_a_folder_and_keep_their_configurations(run: RunFolder) -> None:
     other = load_config(["batch=ragged4", "placement=round_robin"])
     row = run.under(other).append_row(make_row(run.under(other)))

@@ -110,6 +110,9 @@ def test_a_map_of_another_card_is_refused(path: Path, tmp_path: Path) -> None:
         Plan.from_config(config(path, "gpu=h100", f"gpu.sms={SMS}"))
     with pytest.raises(MkError, match="no such file"):
         Plan.from_config(config(tmp_path / "none.json"))
+    path.write_text("[" * 100_000)
+    with pytest.raises(MkError, match="is no JSON"):
+        Plan.from_config(config(path))
     path.write_text("{")
     with pytest.raises(MkError, match="is no JSON"):
         Plan.from_config(config(path))

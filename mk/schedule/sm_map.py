@@ -40,7 +40,7 @@ class SmMap:
             values = json.loads(path.read_text())
         except FileNotFoundError as error:
             raise MkError(f"placement.path={path}: no such file", hint=HINT) from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise MkError(f"placement.path={path}: is no JSON ({type(error).__name__})", hint=HINT) from error
         if problem := _problem(values):
             raise MkError(f"placement.path={path}: {problem}", hint=HINT)
