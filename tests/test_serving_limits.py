@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from mk.server.bodies import BODY_BYTES
 from tests.server_rig import CONTEXT, TOKENIZER, Served, chat, complete, refused, serving, thought
 from tests.serving_faults import fault
 
@@ -54,6 +55,43 @@ def test_a_prompt_that_leaves_no_room_is_refused(served: Served) -> None:
             message = refused(served.post(path, {**body, "stream": stream}), 400, "context_length_exceeded")
             assert str(CONTEXT) in message
     assert complete(served, [5] * (CONTEXT - 1), max_tokens=50)["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/tokenize"])
+def test_a_body_that_is_too_large_is_refused_unread(served: Served, path: str) -> None:
+    """With its length in front, and without."""
+    large = b'{"prompt": "' + b"x" * BODY_BYTES + b'"}'
+    headers = {"Content-Type": "application/json"}
+    for content in (large, iter([large[: BODY_BYTES // 2], large[BODY_BYTES // 2 :]])):
+        answer = httpx.post(served.url + path, content=content, headers=headers, timeout=30)
+        assert "more than 8,000,000 bytes" in refused(answer, 413)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/tokenize"])
+def test_a_long_prompt_holds_up_nobody_while_it_is_tokenized(
+    served: Served, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    encode = TOKENIZER.encode
+
+    def slow(text: str, bos: bool = False) -> list[int]:
+        if "y" * 9000 in text:
+            begun.set()
+            assert may_end.wait(30)
+        return encode(text, bos)
+
+    monkeypatch.setattr(served.service.tokenizer, "encode", slow)
+    text = "y" * 9000
+    body = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(served.post, path, body)
+        try:
+            assert begun.wait(30)
+            assert served.get("/health").status_code == 200
+            assert chat(served, served.says(thought("", "meanwhile"))).said.content == "meanwhile"
+        finally:
+            may_end.set()
+        assert asked.result().status_code == (200 if path == "/tokenize" else 400)  # longer than the context
 
 
 @fault(26)
@@ -183,7 +221,7 @@ def test_other_models_paths_and_methods(served: Served) -> None:
 def test_a_full_queue_turns_requests_away() -> None:
     with serving(max_waiting=2) as small:
         refused(small.post(TEXT, {"prompt": "a", "n": 3}), 400)
-        refused(small.post(CHAT, {"messages": HI, "n": 3}), 429, "queue_full")
+        refused(small.post(CHAT, {"messages": HI, "n": 3}), 400, param="n")  # which no later moment would take
         assert small.post(TEXT, {"prompt": "a", "n": 2, "max_tokens": 1}).status_code == 200
 
 

@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
+from mk.server.bodies import BodyLimit, beside_the_loop
 from mk.server.chat import chat_completions
 from mk.server.completions import completions
 from mk.server.errors import ERROR_RESPONSES, ApiError, error_response, invalid, json_response
@@ -40,6 +41,7 @@ def create_app(service: Service, version: str, api_key: str | None = None) -> Fa
     _errors(app)
     if api_key:
         _require_key(app, api_key)
+    app.add_middleware(BodyLimit)
     _generation(app, service)
     _about(app, service, version)
     _tokens(app, service)
@@ -108,15 +110,18 @@ def _tokens(app: FastAPI, service: Service) -> None:
         )
 
     @app.post("/tokenize")
-    async def tokenize(asked: TokenizeRequest) -> Response:
+    async def tokenize(asked: TokenizeRequest, http: Request) -> Response:
         asked.check_fields()
         service.check_model(asked.model)
-        if asked.messages is not None:
-            options, begin = asked.chat_template_kwargs, asked.add_generation_prompt
-            tokens = render_chat(tokenizer, asked.messages, asked.tools, options, begin)
-        else:
+
+        def tokens_of() -> list[int]:
+            if asked.messages is not None:
+                options, begin = asked.chat_template_kwargs, asked.add_generation_prompt
+                return render_chat(tokenizer, asked.messages, asked.tools, options, begin)
             assert asked.prompt is not None
-            tokens = encode(tokenizer, asked.prompt, "prompt", bos=asked.add_special_tokens)
+            return encode(tokenizer, asked.prompt, "prompt", bos=asked.add_special_tokens)
+
+        tokens = await beside_the_loop(http, tokens_of)
         answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
         answer["token_strs"] = [tokenizer.decode([t]) for t in tokens] if asked.return_token_strs else None
         return json_response(answer)

@@ -12,6 +12,7 @@ from fastapi.responses import Response
 
 from mk.engine.request import Constraint, GenerationParams
 from mk.model.tokenizer import Tokenizer
+from mk.server.bodies import beside_the_loop
 from mk.server.choice import ChatChoice, Piece, SentCall, TokenText
 from mk.server.errors import invalid, json_response
 from mk.server.generation import Generation, Service, generation_params, seed_of, unless_disconnected
@@ -24,22 +25,29 @@ from mk.server.sse import EventStream, usage
 
 async def chat_completions(service: Service, asked: ChatRequest, http: HttpRequest) -> Response:
     """Raises ApiError before anything is sent; what happens later is told in the stream."""
-    answer = ChatAnswer(service, asked)
+    asked.check_fields()
+    service.check_model(asked.model)
+    options = _template_options(asked)
+    answer = ChatAnswer(
+        service,
+        asked,
+        await beside_the_loop(http, lambda: render_chat(service.tokenizer, asked.messages, asked.tools, options)),
+    )
     if asked.stream:
         return EventStream(answer.chunks(), answer.close)
     return json_response(await unless_disconnected(http, answer.whole()))
 
 
 class ChatAnswer:
-    """The choices of one request."""
+    """The choices of one request, whose fields were checked. prompt: its tokens."""
 
-    def __init__(self, service: Service, asked: ChatRequest) -> None:
-        asked.check_fields()
-        service.check_model(asked.model)
+    def __init__(self, service: Service, asked: ChatRequest, prompt: list[int]) -> None:
         self._asked, self._service = asked, service
-        self.prompt = render_chat(service.tokenizer, asked.messages, asked.tools, _template_options(asked))
+        self.prompt = prompt
         self._section = opening_section(service.tokenizer, self.prompt)
         count = asked.n or 1
+        if count > service.max_waiting:
+            raise invalid(f"n={count} exceeds {service.max_waiting}, the requests that may wait here", "n")
         params = self._params(service.room(self.prompt, "messages"), count)
         self._generation = Generation(service, [self.prompt] * count, params)
         tools = bool(asked.tools) and asked.tool_choice != "none"

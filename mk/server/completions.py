@@ -11,6 +11,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
 from mk.engine.request import Logprobs
+from mk.server.bodies import beside_the_loop
 from mk.server.choice import Piece, TextChoice
 from mk.server.errors import invalid, json_response
 from mk.server.generation import Generation, Service, generation_params, seed_of, unless_disconnected
@@ -23,40 +24,58 @@ DEFAULT_TOKENS = 16  # as OpenAI's
 
 async def completions(service: Service, asked: CompletionRequest, http: HttpRequest) -> Response:
     """Raises ApiError before anything is sent; what happens later is told in the stream."""
-    answer = CompletionAnswer(service, asked)
+    asked.check_fields()
+    service.check_model(asked.model)
+    prompts = await beside_the_loop(http, lambda: prompts_of(service, asked))
+    answer = CompletionAnswer(service, asked, prompts)
     if asked.stream:
         return EventStream(answer.chunks(), answer.close)
     return json_response(await unless_disconnected(http, answer.whole()))
 
 
-class CompletionAnswer:
-    """The choices of one request: n of its first prompt, then n of the next."""
+def prompts_of(service: Service, asked: CompletionRequest) -> list[list[int]]:
+    """The prompts as token ids; a text begins with the model's BOS."""
+    given: Any = asked.prompt
+    several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+    prompts = given if several else [given]
+    if (several and not given) or len(prompts) > 64 * MAX_CHOICES:
+        raise invalid(f"{len(prompts)} prompts are too many", "prompt")
+    tokens = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            tokens.append(encode(service.tokenizer, prompt, "prompt", bos=True))
+        else:
+            service.check_tokens(prompt, "prompt")
+            tokens.append(list(prompt))
+    return tokens
 
-    def __init__(self, service: Service, asked: CompletionRequest) -> None:
-        asked.check_fields()
-        service.check_model(asked.model)
-        self._asked, self._service = asked, service
-        self._prompts = self._tokens()
+
+class CompletionAnswer:
+    """The choices of one request, whose fields were checked: n of its first prompt, then n of the next."""
+
+    def __init__(self, service: Service, asked: CompletionRequest, prompts: list[list[int]]) -> None:
+        self._asked, self._service, self._prompts = asked, service, prompts
         count = asked.n or 1
-        if len(self._prompts) * count > service.max_waiting:
-            raise invalid(f"{len(self._prompts)} prompts x n={count} exceed {service.max_waiting}", "prompt")
+        if len(prompts) * count > service.max_waiting:
+            raise invalid(f"{len(prompts)} prompts x n={count} exceed {service.max_waiting}", "prompt")
         seed = seed_of(asked)
         wanted = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
         if not wanted and not asked.echo:
             raise invalid("max_tokens=0 needs echo=true", "max_tokens")
         self._wanted = wanted
         of_prompt = asked.logprobs if asked.echo else None
-        prompts, params = [], []
-        for prompt in self._prompts:
+        each: list[list[int]] = []
+        params = []
+        for prompt in prompts:
             most = min(service.room(prompt, "prompt"), max(1, wanted))
             for i in range(count):
-                prompts.append(prompt)
+                each.append(prompt)
                 params.append(generation_params(service, asked, i, seed, most, asked.logprobs, of_prompt))
-        self._of = prompts
-        self._generation = Generation(service, prompts, params)
-        self._choices = [TextChoice(service.tokenizer, asked.stops()) for _ in prompts]
-        self._logs = [_Log(service, asked.logprobs) for _ in prompts]
-        self._cached = [0] * len(prompts)
+        self._of = each
+        self._generation = Generation(service, each, params)
+        self._choices = [TextChoice(service.tokenizer, asked.stops()) for _ in each]
+        self._logs = [_Log(service, asked.logprobs) for _ in each]
+        self._cached = [0] * len(each)
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
@@ -64,23 +83,6 @@ class CompletionAnswer:
             "model": service.model_id,
             "system_fingerprint": service.fingerprint,
         }
-
-    def _tokens(self) -> list[list[int]]:
-        """The prompts as token ids; a text begins with the model's BOS."""
-        given: Any = self._asked.prompt
-        several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
-        prompts = given if several else [given]
-        if (several and not given) or len(prompts) > 64 * MAX_CHOICES:
-            raise invalid(f"{len(prompts)} prompts are too many", "prompt")
-        service = self._service
-        tokens = []
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                tokens.append(encode(service.tokenizer, prompt, "prompt", bos=True))
-            else:
-                service.check_tokens(prompt, "prompt")
-                tokens.append(list(prompt))
-        return tokens
 
     async def _pieces(self) -> AsyncIterator[tuple[int, str, dict[str, Any] | None]]:
         """(choice, text, its logprobs), an echoed prompt first."""
