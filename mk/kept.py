@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mk.errors import MkError
 from mk.ring import window_kb_for
-from mk.rows import Row
+from mk.rows import Row, dtype_of
 
 TEXTS = ("prompt", "prompts")  # of the configuration: they may begin with a slash and name no folder
 FOLDERS = re.compile(r"(?<![^\s=,\[\"'])~?/[^\s,\]\"']+")  # an absolute path in an override
@@ -33,6 +33,14 @@ def model_name(name: str, path: str | None) -> str:
     if path is None:
         return name
     return Path(path).name if Path(path).is_dir() else host_free(path)
+
+
+def sampling_text(temperature: float, top_k: int, top_p: float) -> str | None:
+    """What a row calls its sampling, whatever option it was set on; None: the likeliest token."""
+    if temperature == 0:
+        return None
+    cuts = [f"top_k {top_k}"] * (top_k > 0) + [f"top_p {top_p:g}"] * (top_p < 1)
+    return ", ".join([f"temperature {temperature:g}", *cuts])
 
 
 def read_configs(folder: Path) -> dict[str, dict[str, Any]]:
@@ -88,36 +96,50 @@ def config_problems(row: Row, configs: Mapping[str, dict[str, Any]]) -> Iterator
 Axes = dict[str, list[Any]]
 """What a field of a row may be."""
 
+BFLOAT16 = ("cuda", "simulator", "torch", "transformers", "vllm")  # engines that compute in nothing else
 ROUTINGS = ("uniform", "correlated", "all_same", "all_different")  # that a searched schedule is simulated with
 SET_BY_EXPERIMENT: dict[str, Callable[[Row, Mapping[str, Any], Mapping[str, Any]], Axes]] = {
     # experiment -> fields that it sets itself, by its row, its own settings and the whole configuration
     "slow_sm": lambda row, own, config: {"schedule": ["static", "work_stealing"]},
     "prefill_throughput": lambda row, own, config: {
+        "dtype": ["bfloat16"],  # of Triton's interpreter too
         "batch": [1] * bool(own["lengths"]) + [own["packed_rows"]] * bool(own["packed"]),
         "context": [[n] for n in own["lengths"]] + [[n] * own["packed_rows"] for n in own["packed"]],
     },
-    "prefill_tiles": lambda row, own, config: {"batch": [1], "context": [[own["tokens"]]]},
+    "prefill_tiles": lambda row, own, config: {"dtype": ["bfloat16"], "batch": [1], "context": [[own["tokens"]]]},
     "prefill_correctness": lambda row, own, config: {
+        "dtype": ["bfloat16"],
+        "prompt_tokens": [sum(row.context)],
         "routing": ["replay"],
         "batch": [1],
         "context": [[n] for n in own["lengths"]],
     },
     "kernel_correctness": lambda row, own, config: {
+        "dtype": ["bfloat16"],  # of the interpreter in the kernel's place too; so are the next two
         "routing": ["replay"],
         "batch": [len(contexts) for contexts in own["batches"]],
         "context": own["batches"],
     },
     "kernel_bits": lambda row, own, config: {
+        "dtype": ["bfloat16"],
         "batch": [1 + len(own["neighbours"])],
         "context": [[own["context"], *own["neighbours"]]],
     },
     "parity": lambda row, own, config: {"batch": [len(own["contexts"])], "context": [[n] for n in own["contexts"]]},
-    "partial_step": lambda row, own, config: {"batch": [len(own["contexts"])], "context": [own["contexts"]]},
-    "serving_costs": lambda row, own, config: {"batch": [1, *own["batches"]]},  # 1: of conversations
+    "partial_step": lambda row, own, config: {
+        "dtype": ["bfloat16"],
+        "batch": [len(own["contexts"])],
+        "context": [own["contexts"]],
+    },
+    "serving_costs": lambda row, own, config: {
+        "batch": [1, *own["batches"]],  # 1: of conversations
+        "sampling": [row.sampling],  # an option of its own list
+    },
     "batch_switching": lambda row, own, config: {"batch": [config["server"]["slots"]]},
     "served_step": lambda row, own, config: {
         "batch": [*own["batches"], config["server"]["slots"], config["server"]["slots"] - 1],
         "context": [[own[length]] * row.batch for length in ("context", "short")],
+        "prompt_tokens": [own["prompt"] if row.prefill_policy is not None else None],
     },
     "serving": lambda row, own, config: {
         "context": [[own[name]["prompt"]] * row.batch for name in own["workloads"]],
@@ -127,6 +149,7 @@ SET_BY_EXPERIMENT: dict[str, Callable[[Row, Mapping[str, Any], Mapping[str, Any]
         "batch": [1],
         "context": [row.context],  # of the longest prompt, as the server counted it
         "agent": [config["agent"]["name"]],
+        **({"sampling": [row.sampling]} if config["agent"]["name"] != "replay" else {}),  # that the program asked for
         **({"model": [row.model]} if own["base_url"] else {}),
     },
     "schedule_search": lambda row, own, config: {"routing": [config["routing"]["name"], *ROUTINGS]},
@@ -154,6 +177,9 @@ def _axes(row: Row, config: Mapping[str, Any]) -> Axes:
     may["model_window"] = [None if model["window"] == "hf" else model["window"]]
     if row.engine in ("vllm", "transformers"):
         may |= {name: [row.engine] for name in ("schedule", "wave_order", "placement")}
+    may["weights"] = [config["weights"]["name"]]
+    may["sampling"] = [sampling_text(*(config["sampling"][name] for name in ("temperature", "top_k", "top_p")))]
+    may["dtype"] = _dtypes(row.engine, config["engine"]["numerics"])
     may["batch"] = experiment.get("batches") or [experiment.get("batch", config["batch"]["size"])]
     if row.window_kb is not None:
         may["window_kb"] = [window_kb_for(config["engine"]["ring"]["window_kb"], row.batch)]
@@ -162,6 +188,15 @@ def _axes(row: Row, config: Mapping[str, Any]) -> Axes:
     if experiment["name"] in SET_BY_EXPERIMENT:
         may |= SET_BY_EXPERIMENT[experiment["name"]](row, experiment, config)
     return may
+
+
+def _dtypes(engine: str, numerics: str) -> list[str]:
+    """Of the arithmetic of an engine; one that has none, or does not say, has an unknown one."""
+    if engine == "served":
+        return ["unknown"]
+    if engine in BFLOAT16:
+        return ["bfloat16"]
+    return [dtype_of(engine, numerics)] + ["unknown"] * (engine == "scripted")
 
 
 def _read(path: Path) -> tuple[str, dict[str, Any]]:

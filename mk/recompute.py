@@ -2,14 +2,16 @@
 
 A kind's function lies beside the arithmetic of its experiment. It takes the row, of which only the axes may be read,
 and the raw data as JSON gives it, and returns fields of `Row`. `checks` among them are all of the row's verdicts.
+What a run read off rather than computed, such as a time by the host's clock, stands in the raw data as it is: `TOLD`.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mk.compose import load_config
@@ -17,7 +19,7 @@ from mk.config import GpuConfig, group_options
 from mk.errors import MkError
 from mk.model.geometry import Geometry
 from mk.model.opening import geometry_of
-from mk.rows import Row
+from mk.rows import FIGURES, Row
 from mk.step_figures import block_ratio, median_ratio, simulated_figures, step_figures
 
 Figures = Callable[[Row, dict[str, Any]], dict[str, Any]]
@@ -48,9 +50,36 @@ KINDS = {  # raw["kind"]: where its function is
 }
 
 
+TOLD = "told"  # key of raw data: figures of the row that nothing else in it gives, by their names
+WITHOUT_RAW: dict[tuple[str, str], tuple[str, ...]] = {
+    # kind and experiment, or any: figures that rows of schema 2 had beside their raw data
+    ("steps", ""): ("wall_ms", "logits_error", "logits_error_bf16"),
+    ("prefill_calls", ""): ("logits_error", "logits_error_bf16"),
+    ("steps", "slow_sm"): ("slow_sm_tiles", "mean_sm_tiles"),
+    ("decoded", ""): ("prefill_s", "distinct_experts"),
+}
+BROKEN = (MkError, LookupError, TypeError, ValueError, ArithmeticError, AssertionError)
+
+
 def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
     """Fields of `Row`. Raises MkError for raw data of no known kind, and whatever broken raw data raises."""
-    return function_of(raw.get("kind"))(row, raw)
+    found = function_of(raw.get("kind"))(row, raw)
+    told = raw.get(TOLD, {})
+    if wrong := sorted(set(told) - set(FIGURES) | set(told) & set(found)):
+        raise MkError(f"its raw data tells {', '.join(wrong)}, which other data gives, or which is no figure")
+    return {**told, **found}
+
+
+def with_told(row: Row, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The raw data, and under `TOLD` the figures of the row that it does not give. Data that gives none at all stays as
+    it is: whoever verifies the row says so."""
+    given = dict(raw)
+    try:
+        found = figures(row, json.loads(json.dumps(given)))
+    except BROKEN:
+        return given
+    told = {name: value for name in FIGURES if name not in found and (value := getattr(row, name)) is not None}
+    return {**given, TOLD: {**given.get(TOLD, {}), **told}} if told else given
 
 
 def function_of(kind: Any) -> Figures:
@@ -66,13 +95,24 @@ def different(row: Row, raw: dict[str, Any]) -> Iterator[str]:
     """A line for each figure of the row that its raw data does not give."""
     try:
         again = figures(row, raw)
-    except (MkError, LookupError, TypeError, ValueError, ArithmeticError, AssertionError) as error:
+    except BROKEN as error:
         yield f"its figures cannot be computed: {error}"
         return
     for name, value in again.items():
         stands = getattr(row, name)
         if not _same(stands, value):
             yield f"{name} is {stands}, its raw data gives {value}"
+    older = _without_raw(row, raw["kind"]) if row.schema < 3 else ()
+    for name in FIGURES:
+        if name not in again and name not in older and getattr(row, name) is not None:
+            yield f"{name} is {getattr(row, name)}, its raw data gives none"
+
+
+def _without_raw(row: Row, kind: str) -> tuple[str, ...]:
+    """Of a row of schema 2. Nobody but the kernel's own run timed a loop or checked logits."""
+    if row.engine not in ("cuda", "interpreter") or row.clock is not None:
+        return ()
+    return WITHOUT_RAW.get((kind, ""), ()) + WITHOUT_RAW.get((kind, row.experiment), ())
 
 
 def _same(stands: Any, value: Any) -> bool:

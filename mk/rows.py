@@ -19,8 +19,8 @@ from typing import Any
 
 from mk.errors import MkError
 
-SCHEMA = 2  # since 2 a row names its sources, its raw data and its own digest
-READABLE = (1, 2)
+SCHEMA = 3  # since 2 a row names its sources, its raw data and its own digest, since 3 all figures are in that data
+READABLE = (1, 2, 3)
 DISTANCE_BAR = 1.5  # most that attention_ratio, ffn_ratio and kv_ratio may be
 
 
@@ -249,6 +249,24 @@ class Row:
         optional = {f.name for f in dataclasses.fields(self) if f.default is None}
         values = dataclasses.asdict(self)
         return {name: value for name, value in values.items() if value is not None or name not in optional}
+
+
+SAID = frozenset({"seeds", "tasks", "window_kb", "layer", "slow_ns_per_tile", "prompt_tokens", "same_weights"})
+"""Fields of numbers that say what ran, and are no figure of it."""
+
+
+def _numbers(hint: Any) -> bool:
+    """Whether values of this type hold a number or a verdict."""
+    args = typing.get_args(hint)
+    return any(map(_numbers, args)) if args else hint in (int, float, bool)
+
+
+FIGURES = tuple(
+    field.name
+    for field in dataclasses.fields(Row)
+    if field.default is None and field.name not in SAID and _numbers(typing.get_type_hints(Row)[field.name])
+)
+"""Fields that say what came out: the raw data of a row gives each of them, or the row is not kept."""
 
 
 def dtype_of(engine: str, numerics: str) -> str:

@@ -26,11 +26,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from mk.compose import to_yaml
-from mk.config import Config, SamplingConfig, config_hash, resolved
+from mk.config import Config, config_hash, resolved
 from mk.errors import MkError
-from mk.kept import TEXTS, host_free, model_name
+from mk.kept import TEXTS, host_free, model_name, sampling_text
 from mk.loggers import Logger, make_logger
-from mk.recompute import figures
+from mk.recompute import figures, with_told
 from mk.rows import SCHEMA, Row, read_raw
 from mk.sources import ROOT, commit_source_hash, recent_commits, source_hash
 
@@ -93,7 +93,7 @@ class RunFolder:
             "schedule": cfg.schedule.name,
             "wave_order": cfg.wave_order.name,
             "placement": cfg.placement.name,
-            "sampling": _sampling(cfg.sampling),
+            "sampling": sampling_text(cfg.sampling.temperature, cfg.sampling.top_k, cfg.sampling.top_p),
             "commit": self.meta["commit"] + "-dirty" * self.meta["dirty"],
             "config_hash": self.meta["config_hash"],
             "source_hash": self.meta["source_hash"],
@@ -128,7 +128,8 @@ class RunFolder:
     def append_row(self, row: Row, raw: Mapping[str, Any] | None = None) -> Row:
         """Write the row at once, so that an aborted run keeps its rows, tell the logger, and return it as written.
 
-        raw: what its figures were computed from, as JSON values. Drafts are dropped.
+        raw: what its figures were computed from, as JSON values; figures that it does not give are added as they are.
+        Drafts are dropped.
         """
         self._drop_drafts()
         row = self._write(row, raw)
@@ -154,7 +155,7 @@ class RunFolder:
     def _write(self, row: Row, raw: Mapping[str, Any] | None) -> Row:
         rows, raws = self._files
         if raw is not None:
-            line = _line(raw)
+            line = _line(with_told(row, raw))
             row = dataclasses.replace(row, raw_sha256=hashlib.sha256(line.encode()).hexdigest())
             with raws.open("a") as file:
                 file.write(line + "\n")
@@ -283,11 +284,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "absent"
-
-
-def _sampling(sampling: SamplingConfig) -> str | None:
-    """The values that a row was sampled with, whatever option they were set on; None: the likeliest token."""
-    if sampling.temperature == 0:
-        return None
-    cuts = [f"top_k {sampling.top_k}"] * (sampling.top_k > 0) + [f"top_p {sampling.top_p:g}"] * (sampling.top_p < 1)
-    return ", ".join([f"temperature {sampling.temperature:g}", *cuts])

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import shutil
+import typing
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +23,10 @@ from mk.kept import hash_of, host_free, model_name
 from mk.model.geometry import PRESETS
 from mk.old_rows import SUMS
 from mk.readme_figures import check_readme
-from mk.recompute import KINDS, different, function_of
+from mk.recompute import KINDS, WITHOUT_RAW, different, figures, function_of
 from mk.report.kept_rows import read_kept
 from mk.roofline import uniform_experts
-from mk.rows import Row, read_raw, read_rows
+from mk.rows import FIGURES, SCHEMA, Row, read_raw, read_rows
 from mk.runs import RunFolder
 from mk.sources import ROOT, source_hash
 from mk.step_figures import experts_agree, median_ratio, raw_steps, step_figures
@@ -92,6 +93,52 @@ def test_a_figure_edited_by_hand_is_refused_with_or_without_a_new_digest(
     found = problems(repository)
     assert any(f"h200/{folder.name}/rows.jsonl:1: {field} is" in problem for problem in found)
     assert any("not those that it was written with" in problem for problem in found) != resealed
+
+
+def invented(field: str) -> Any:
+    """A value that a row could have there."""
+    hint = typing.get_args(typing.get_type_hints(Row)[field])[0]
+    item = typing.get_args(hint)
+    return {dict: {"1": 3}, list: [3], bool: True, int: 3, float: 3.0}[typing.get_origin(hint) if item else hint]
+
+
+def test_no_figure_stands_that_raw_data_does_not_give(repository: Path) -> None:
+    """Whichever, in a row of whichever kind; of rows that are older than this, but those that they had."""
+    made_now = kept(repository)
+    folders = [made_now, *(of for of in (ROOT / "results").glob("*/*") if of.is_dir())]
+    seen: set[tuple[str, str, str, int]] = set()
+    for folder in folders:
+        raw = read_raw(folder / "raw.jsonl")
+        for row in read_rows(folder / "rows.jsonl"):
+            own = raw[row.raw_sha256 or ""]
+            if (kind := (own["kind"], row.engine, row.experiment, row.schema)) in seen:
+                continue
+            seen.add(kind)
+            given = figures(row, own)
+            more = {field: invented(field) for field in FIGURES if field not in given}
+            older = {field for names in WITHOUT_RAW.values() for field in names} if row.schema < 3 else set()
+            told = set(different(dataclasses.replace(row, **more), own))
+            wanted = {f"{field} is {value}, its raw data gives none" for field, value in more.items()}
+            assert told <= wanted and {line.partition(" ")[0] for line in wanted - told} <= older, kind
+    assert len(seen) > 20 and {schema for *_, schema in seen} == {2, SCHEMA}
+    fields = {"gb_s": 3.0, "pct_matrix": 90.0, "logits_error": 0.1, "wall_ms": 2.0}
+    edit(made_now / "rows.jsonl", 0, lambda values: Row.from_json(values | fields).sealed().to_json())
+    told = {problem.partition(".jsonl:1: ")[2].partition(" ")[0] for problem in problems(repository)}
+    assert told >= fields.keys()
+
+
+def test_a_figure_that_was_read_off_stands_in_raw_data_as_it_is(repository: Path) -> None:
+    run = made(repository)
+    raw = raw_steps(STEPS, [8.0] * 48)
+    axes: dict[str, Any] = {"engine": "cuda", "dtype": "bfloat16", "batch": 1, "context": [8192]}
+    row = run.append_row(run.measured(raw, **axes, wall_ms=2.5, logits_error=0.1), raw)
+    assert run.raw_of(row) == raw | {"told": {"wall_ms": 2.5, "logits_error": 0.1}}
+    (folder,) = results.promote(run.path, repository / "results", repository)
+    assert problems(repository) == []
+    edit(folder / "rows.jsonl", 4, lambda values: Row.from_json(values | {"wall_ms": 2.4}).sealed().to_json())
+    assert any("rows.jsonl:5: wall_ms is 2.4, its raw data gives 2.5" in problem for problem in problems(repository))
+    for told in ({"p50_ms": 1.0}, {"arm": "best"}):  # that the steps give, that no figure is
+        assert "its raw data tells" in next(iter(different(row, raw | {"told": told})))
 
 
 @pytest.mark.parametrize("field", ["ratio", "ratio_low", "ratio_high"])
@@ -290,6 +337,9 @@ def test_a_write_that_breaks_off_leaves_nothing(repository: Path, monkeypatch: p
         ({"clock": "simulated"}, "is of simulated, its folder of h200"),
         ({"model_window": "vllm"}, "model_window is vllm, its configuration has None"),
         ({"window_kb": 64}, "window_kb is 64, its configuration has 56"),  # of one row
+        ({"weights": "checkpoint"}, "weights is checkpoint, its configuration has random"),
+        ({"sampling": "temperature 1"}, "sampling is temperature 1, its configuration has None"),
+        ({"dtype": "float32"}, "dtype is float32, its configuration has bfloat16"),
         ({"batch": 3}, "batch is 3, its configuration has 1 or 2 or 4 or 8"),
         ({"context": [1024]}, r"context is \[1024\], its configuration has \[8192\]"),
         ({"config_hash": "0" * 64}, "its configuration 0000000000000000 is not beside it"),

@@ -252,7 +252,7 @@ def test_figures_must_be_finite(run: RunFolder, figure: float) -> None:
         ("tok_s", "fast"),
         ("new_tokens", 2.5),
         ("schema", 0),
-        ("schema", 3),
+        ("schema", 4),
         ("source_hash", None),
     ],
 )
