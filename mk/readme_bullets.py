@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from mk.report.kept_rows import Kept, newest, of_last_run
+from mk.report.kept_rows import Kept, newest, of_card, of_last_run
 from mk.report.launches import labels
 from mk.rows import Row
 from mk.step_figures import Ratio
@@ -42,7 +42,7 @@ def _says(text: str, phrase: str) -> bool:
 
 
 def _rows(kept: Sequence[Kept], experiment: str) -> list[Kept]:
-    return [of for of in kept if of.row.experiment == experiment and of.row.clock is None]
+    return [of for of in kept if of.row.experiment == experiment and of_card(of.row)]
 
 
 def _by(rows: Sequence[Kept], *fields: str) -> dict[tuple[object, ...], Row]:
@@ -190,7 +190,7 @@ def _vllm_decode(kept: Sequence[Kept]) -> Phrases:
 
 def _serving(kept: Sequence[Kept]) -> Phrases:
     """Of both engines, each workload."""
-    rows = _by([of for of in _rows(kept, "serving") if of.row.gpu != "cpu"], "workload", "engine")
+    rows = _by(_rows(kept, "serving"), "workload", "engine")
     for workload in ("fixed", "aime"):
         own, other = rows[workload, "cuda"], rows[workload, "vllm"]
         yield f"{own.answers} requests"
@@ -320,7 +320,8 @@ def _served_step(kept: Sequence[Kept]) -> Phrases:
 
 
 def _accuracy(kept: Sequence[Kept]) -> Phrases:
-    rows = _by([of for of in kept if of.row.benchmark == "nano_code" and of.row.gpu != "cpu"], "engine")
+    mine = [of for of in _rows(kept, "accuracy") if (of.row.benchmark, of.row.model) == ("nano_code", "nano")]
+    rows = _by(mine, "engine")
     own, other = rows[("cuda",)], rows[("served",)]
     runs = len(own.scores or [])
     yield f"{runs} runs of {(own.answers or 0) // runs} problems"

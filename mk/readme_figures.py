@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from mk.readme_bullets import bullet_problems
-from mk.report.kept_rows import Kept
+from mk.report.kept_rows import CARD, MODEL, Kept, of_card
 from mk.rows import Row
 
 # of a table that has a line a batch: the figures of one row of the kernel's, and of the baseline's beside it
@@ -52,6 +52,7 @@ def tables(text: str) -> list[tuple[list[str], list[list[str]]]]:
 
 
 def _decode(cells: dict[str, str], rows: Sequence[Row]) -> list[str]:
+    rows = [row for row in rows if of_card(row)]
     mine = [row for row in rows if row.engine == "cuda" and row.experiment == "decode_throughput" and not row.bound]
     shown = {name: cell for name, cell in cells.items() if name in KERNEL}
     fit = [row for row in mine if all(KERNEL[name](row) == cell for name, cell in shown.items())]
@@ -65,13 +66,13 @@ def _decode(cells: dict[str, str], rows: Sequence[Row]) -> list[str]:
 
 
 def _interpreter(head: list[str], cells: list[str], rows: Sequence[Row]) -> list[str]:
-    """Tokens a second of quickstart, a column a batch."""
+    """Tokens a second of quickstart on a CPU, a column a batch."""
     wrong = []
     for name, cell in zip(head[2:], cells[2:], strict=True):
         found = {
             f"{row.tok_s:.0f}"
             for row in rows
-            if row.experiment == "quickstart"
+            if [row.experiment, row.gpu, row.engine, row.model] == ["quickstart", "cpu", "interpreter", "nano"]
             and [row.placement, row.schedule, f"batch {row.batch}"] == [*cells[:2], name]
         }
         if cell not in found:
@@ -86,7 +87,7 @@ def _ranking(head: list[str], cells: list[str], kept: Sequence[Kept]) -> list[st
     batches = re.findall(r"\d+", head[2])
     groups: dict[tuple[str, str], dict[str, Row]] = {}
     for of in kept:
-        if of.row.experiment == "simulator_accuracy":
+        if [of.row.experiment, of.row.gpu, of.row.model] == ["simulator_accuracy", CARD, MODEL]:
             batch, _, name = (of.row.arm or "").removeprefix("batch ").partition(": ")
             groups.setdefault((of.run, name), {})[batch] = of.row
     found = set()

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from mk.readme_figures import check_readme
 from mk.report import palette
 from mk.report.chart import Chart
 from mk.report.decode import COLUMNS, layer_cost
-from mk.report.kept_rows import Kept, plan_of, read_kept, told_apart
+from mk.report.kept_rows import Kept, of_one_machine, plan_of, read_kept, told_apart
 from mk.report.page import COULD, FOLDER, PAGE, charts, draw, missing, stale
 from mk.report.plans import _short
 from mk.sources import ROOT
@@ -241,6 +242,55 @@ def test_runs_without_a_figure_are_named() -> None:
     lines = missing(KEPT, list(CHARTS.values()))
     assert "No figure is of cpu/quickstart.jsonl." in lines and any("trace build" in line for line in lines)
     assert not any("plan_ablation" in line for line in lines)
+
+
+OTHERS = {
+    "another card": {"gpu": "h100"},
+    "a CPU": {"gpu": "cpu", "engine": "interpreter", "dtype": "float32"},
+    "the interpreter beside the card": {"engine": "interpreter"},
+    "the simulator": {"engine": "simulator", "clock": "simulated"},
+    "a smaller model": {"model": "nano"},
+    "another model": {"model": "other"},
+}
+ANY_MODEL = ("accuracy", "sm_map")
+
+
+def others(changes: dict[str, Any]) -> list[Kept]:
+    """Every kept row again, later, five times as slow, with these fields."""
+    found = []
+    for of in KEPT:
+        row = of.row
+        if "model" in changes and (row.experiment in ANY_MODEL or (row.model, row.experiment) == ("nano", "parity")):
+            continue
+        if changes.get("model") == "nano" and (row.model == "nano" or row.experiment == "parity"):
+            continue  # which are told of nano
+        slower = {name: 5 * value for name in ("p50_ms", "tok_s", "ratio") if (value := getattr(row, name)) is not None}
+        new = dataclasses.replace(row, time="2999", **slower, **changes)
+        found.append(dataclasses.replace(of, row=new, run=f"{of.run}-new", place=f"new/{of.place}"))
+    return found
+
+
+@pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS)
+def test_no_row_of_another_machine_or_model_changes_a_figure_or_the_readme(changes: dict[str, Any]) -> None:
+    kept = [*KEPT, *others(changes)]
+    assert len(kept) > 1.5 * len(KEPT)
+    drawn = {chart.name: chart for chart in charts(kept)}
+    assert drawn.keys() == CHARTS.keys()
+    for name, chart in CHARTS.items():
+        assert drawn[name].rows == chart.rows and drawn[name].drawn_from == chart.drawn_from, name
+    for name, phrases in PHRASES.items():
+        assert list(phrases(kept)) == list(phrases(KEPT)), name
+    assert check_readme(README, kept) == check_readme(README, KEPT)
+    wrong, _ = check_readme(README, others(changes))
+    assert any("no row has batch 8, ms a step" in problem for problem in wrong)
+
+
+def test_without_rows_of_the_card_figures_are_of_the_machine_that_was_last() -> None:
+    cpu, h100 = others(OTHERS["a CPU"]), others(OTHERS["another card"])
+    later = [dataclasses.replace(of, row=dataclasses.replace(of.row, time="3000")) for of in h100]
+    assert {of.row.gpu for of in of_one_machine([*cpu, *later])} == {"h100"}
+    assert {of.row.gpu for of in of_one_machine([*cpu, *later, *KEPT])} == {"h200"}
+    assert of_one_machine(others(OTHERS["the simulator"])) == of_one_machine([]) == []
 
 
 def test_every_list_of_the_readme_that_rows_give_is_there() -> None:

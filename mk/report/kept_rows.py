@@ -14,6 +14,16 @@ from mk.ring import window_kb_for
 from mk.rows import Row, read_raw, read_rows
 
 WINDOW = "engine.ring.window_kb"
+CARD, MODEL = "h200", "north_mini_code"  # that figures and the README speak of
+ENGINES = ("cuda", "served", "torch", "transformers", "vllm")  # that run on a card; served: a server of another's
+OTHER_MODELS: dict[str, tuple[str, ...] | None] = {  # by experiment; None: any
+    "accuracy": None,
+    "parity": ("nano", MODEL),
+    "prefill_tiles": ("slice",),
+    "quickstart": ("nano",),
+    "slow_sm": ("slice",),
+    "sm_map": None,  # no model takes part
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +62,25 @@ def read_kept(results: Path) -> list[Kept]:
             place, run = f"{path.relative_to(results).as_posix()}:{line}", folder.name if folder else path.stem
             found.append(Kept(row, run, place, configs.get(row.config_hash), folder and folder / "raw.jsonl"))
     return found
+
+
+def of_card(row: Row) -> bool:
+    """Whether `CARD` left the row, of the model that its experiment is told of there: no CPU, no simulator, no other."""
+    models = OTHER_MODELS.get(row.experiment, (MODEL,))
+    measured = row.gpu == CARD and row.clock is None and row.engine in ENGINES
+    return measured and (models is None or row.model in models)
+
+
+def of_one_machine(kept: Sequence[Kept]) -> list[Kept]:
+    """What figures are drawn from: the rows of `of_card`; where there are none, those of the card and model that were
+    measured last. So no figure mixes machines, whatever is kept beside them."""
+    if stated := [of for of in kept if of_card(of.row)]:
+        return stated
+    measured = [of for of in kept if of.row.clock is None]
+    if not measured:
+        return []
+    last = max(measured, key=lambda of: of.row.time).row
+    return [of for of in measured if (of.row.gpu, of.row.model) == (last.gpu, last.model)]
 
 
 def raw_of(rows: Sequence[Kept]) -> list[dict[str, Any]]:

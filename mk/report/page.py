@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from mk.report import decode, distances, launches, load, operations, plans, prefill, served
 from mk.report.chart import Chart
-from mk.report.kept_rows import Kept, read_kept
+from mk.report.kept_rows import Kept, of_one_machine, read_kept
 
 SUBJECTS = (decode, launches, plans, operations, prefill, served, load, distances)
 PAGE, FOLDER = "report.html", "figures"
@@ -54,7 +54,8 @@ class Part:
 
 
 def charts(kept: Sequence[Kept]) -> list[Chart]:
-    return [chart for subject in SUBJECTS for chart in subject.charts(kept)]
+    own = of_one_machine(kept)
+    return [chart for subject in SUBJECTS for chart in subject.charts(own)]
 
 
 def draw(results: Path) -> list[Path]:
