@@ -62,7 +62,7 @@ eval: setup ## score a benchmark: make eval benchmark=nano_code [model=..] [base
 promote: setup ## keep runs: make promote run=ID[,ID...] copies rows, raw data and configuration to results/<card>/
 	@$(VENV) -m mk.results promote '$(run)'
 
-verify-results: setup ## compute every kept row, and the README's figures, from the raw data again
+verify-results: setup ## compute every kept row from its raw data again, and the README's tables and lists from the rows
 	@$(VENV) -m mk.results verify
 
 figures: setup ## draw results/figures/ and results/report.html from the kept rows

@@ -2,7 +2,8 @@
 
 A bullet begins with an experiment's name in backticks; `PHRASES` has a function for each that writes its figures from
 the newest rows. So a new run that changes a figure, and an edit of the text, are both told with the words that are
-right. Where rows do not have what a phrase needs, that is told too.
+right. Where rows do not have what a phrase needs, that is told too, and where a bullet has gone. Figures that no phrase
+has, beside these or elsewhere in the README, are not looked at.
 """
 
 from __future__ import annotations
@@ -10,23 +11,32 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 
+from mk.recompute import geometry_of_row
+from mk.report.distances import in_words
 from mk.report.kept_rows import Kept, newest, of_card, of_last_run
 from mk.report.launches import labels
 from mk.rows import Row
 from mk.step_figures import Ratio
 
 Phrases = Iterator[str]
+HEADING = "## Measured: the kernel on an H200"  # of the part that has the lists
 ZERO_WAIT = "With no wait for another SM"  # the paragraph that begins so, or has it
 
 
 def bullet_problems(text: str, kept: Sequence[Kept]) -> list[str]:
-    """A line for each phrase that the README's bullets of `PHRASES` lack. Other bullets are not looked at."""
+    """A line for each phrase that the README's bullets of `PHRASES` lack, and for each such bullet that it lacks.
+
+    Other bullets are not looked at. A text without the heading and without any of the bullets has no lists to check.
+    """
     found = dict(re.findall(r"^\* `(\w+)`(.*?)(?=^\* |^#|\Z)", text, flags=re.M | re.S))
     if paragraph := re.search(rf"(?:^[^\n]+\n)*^[^\n]*{ZERO_WAIT}.*?(?=\n\n|\Z)", text, flags=re.M | re.S):
         found["decode_throughput"] = paragraph.group()
+    if HEADING not in text and not found.keys() & PHRASES.keys():
+        return []
     problems = []
     for name, phrases in PHRASES.items():
         if name not in found:
+            problems.append(f"README, {name}: its bullet is missing")
             continue
         said = " ".join(found[name].split())
         try:
@@ -255,9 +265,10 @@ def _ring_ablation(kept: Sequence[Kept]) -> Phrases:
 def _slow_sm(kept: Sequence[Kept]) -> Phrases:
     rows = _by(_rows(kept, "slow_sm"), "schedule", "slow_ns_per_tile")
     slow = max(key[1] for key in rows)  # type: ignore[type-var]
-    layers = 5  # of model=slice
-    grows = {name: 1e3 * (_ms(rows[name, slow]) - _ms(rows[name, 0])) / layers for name in ("static", "work_stealing")}
-    yield f"grows by {grows['static']:.0f} us a layer under static lists and " + (
+    ends = {name: [rows[name, ns] for ns in (0, slow)] for name in ("static", "work_stealing")}
+    (layers,) = {geometry_of_row(row).layers for pair in ends.values() for row in pair}
+    grows = {name: 1e3 * (_ms(late) - _ms(early)) / layers for name, (early, late) in ends.items()}
+    yield f"a step of {in_words(layers)} layers grows by {grows['static']:.0f} us a layer under static lists and " + (
         "not at all under work stealing" if grows["work_stealing"] <= 0 else f"{grows['work_stealing']:.0f} under work"
     )
 

@@ -228,8 +228,8 @@ def _source_problem(commit: str, source_hash: str, root: Path) -> str | None:
 
 
 def verify(results: Path, readme: Path, root: Path = ROOT) -> tuple[list[str], list[str]]:
-    """(what is wrong, what could not be computed again and why) of all rows under `results`, of the
-    README's figures and of the page of them."""
+    """(what is wrong, what could not be computed again and why) of all rows under `results`, of the README's tables and
+    lists, and of the page of figures."""
     problems: list[str] = []
     notes: list[str] = []
     kept: list[Kept] = []

@@ -1,4 +1,5 @@
-"""The README against the repository: its figures are rows of results/, its paths exist, its command lines compose."""
+"""The README against the repository: its tables and lists are of rows of results/, its paths exist, its command lines
+compose."""
 
 from __future__ import annotations
 

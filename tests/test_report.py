@@ -16,13 +16,14 @@ import pytest
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
-from mk import results
-from mk.readme_bullets import PHRASES, bullet_problems
+from mk import readme_bullets, results
+from mk.model.geometry import PRESETS
+from mk.readme_bullets import HEADING, PHRASES, ZERO_WAIT, bullet_problems
 from mk.readme_figures import check_readme
-from mk.report import palette
+from mk.report import distances, palette
 from mk.report.chart import Chart
 from mk.report.decode import COLUMNS, layer_cost
-from mk.report.kept_rows import Kept, of_one_machine, plan_of, read_kept, told_apart
+from mk.report.kept_rows import MODEL, Kept, of_one_machine, plan_of, read_kept, told_apart
 from mk.report.page import COULD, FOLDER, PAGE, charts, draw, missing, stale
 from mk.report.plans import _short
 from mk.sources import ROOT
@@ -314,6 +315,37 @@ def test_an_edited_figure_of_the_tables_of_a_card_is_told() -> None:
             edited = f"|{'|'.join([label, *cells[:place], other, *cells[place + 1 :]])}|"
             wrong, _ = check_readme(README.replace(line, edited), KEPT)
             assert wrong, edited
+
+
+@pytest.mark.parametrize("name", PHRASES)
+def test_a_list_that_is_gone_or_renamed_is_told(name: str) -> None:
+    head = ZERO_WAIT if name == "decode_throughput" else f"* `{name}`"
+    assert README.count(head) == 1 and HEADING in README
+    told = f"README, {name}: its bullet is missing"
+    for other in ("", "* `renamed`", "Waiting for nobody"):
+        assert told in bullet_problems(README.replace(head, other), KEPT)
+    assert told in bullet_problems(README.replace(head, "").replace(HEADING, "## Measured"), KEPT)
+
+
+def test_a_text_without_lists_lacks_none() -> None:
+    assert (
+        bullet_problems("", KEPT) == bullet_problems("* `schedule`: `static` lists say which SM runs what", KEPT) == []
+    )
+    told = bullet_problems(f"# mini-mk\n\n{HEADING}\nNothing.\n", KEPT)
+    assert told == [f"README, {name}: its bullet is missing" for name in PHRASES]
+
+
+def test_layers_of_a_slow_sm_are_those_of_the_rows_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five of `slice`; of another model another text, here and under the figure."""
+    (phrase,) = PHRASES["slow_sm"](KEPT)
+    assert "a step of five layers" in phrase and "a step of five layers" in CHARTS["slow_sm"].says
+    full = [dataclasses.replace(of, row=dataclasses.replace(of.row, model=MODEL)) for of in CHARTS["slow_sm"].rows]
+    (chart,) = [chart for chart in distances.charts(full) if chart.name == "slow_sm"]
+    assert "a step of 49 layers" in chart.says
+    monkeypatch.setattr(readme_bullets, "geometry_of_row", lambda row: PRESETS[MODEL])
+    (other,) = PHRASES["slow_sm"](KEPT)
+    grows = [int(re.findall(r"grows by (\d+) us", each)[0]) for each in (phrase, other)]
+    assert "a step of 49 layers" in other and grows[1] == pytest.approx(grows[0] * 5 / 49, abs=0.6)
 
 
 @pytest.mark.parametrize("name", PHRASES)

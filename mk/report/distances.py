@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from mk.recompute import geometry_of_row
 from mk.report import palette
 from mk.report.chart import BATCH, CONTEXT, PLAN, TIMES, Chart, Column, drawn, legend_below, panels, powers
 from mk.report.kept_rows import Kept, newest
@@ -50,13 +51,26 @@ def charts(kept: Sequence[Kept]) -> Iterator[Chart]:
         yield Chart(
             "slow_sm",
             "One SM slower than the others",
-            "Time of a step of five layers with every SM alike and with one that takes longer for each tile.",
+            f"Time of a step of {_layers(held)} layers with every SM alike and with one that takes longer for each "
+            "tile.",
             held,
             (PLAN[2], Column("slow_ns_per_tile", "slower by, ns a tile"), BATCH, CONTEXT, *TIMES)
             + (Column("slow_sm_tiles", "its tiles", 1), Column("mean_sm_tiles", "mean of SMs", 1)),
             lambda figure: _draw_slow(figure, [of.row for of in held]),
             (9.0, 2.4),
         )
+
+
+WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+
+
+def in_words(number: int) -> str:
+    return WORDS[number] if number < len(WORDS) else f"{number:,}"
+
+
+def _layers(rows: Sequence[Kept]) -> str:
+    """How many the rows' models have."""
+    return " or ".join(in_words(number) for number in sorted({geometry_of_row(of.row).layers for of in rows}))
 
 
 def _draw_layers(figure: Figure, rows: Sequence[Row]) -> None:

@@ -65,7 +65,7 @@ def read_kept(results: Path) -> list[Kept]:
 
 
 def of_card(row: Row) -> bool:
-    """Whether `CARD` left the row, of the model that its experiment is told of there: no CPU, no simulator, no other."""
+    """Whether `CARD` left the row, of the model that its experiment is told of there: no CPU, no simulator."""
     models = OTHER_MODELS.get(row.experiment, (MODEL,))
     measured = row.gpu == CARD and row.clock is None and row.engine in ENGINES
     return measured and (models is None or row.model in models)
