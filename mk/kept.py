@@ -18,6 +18,9 @@ from mk.ring import window_kb_for
 from mk.rows import Row, dtype_of
 
 TEXTS = ("prompt", "prompts")  # of the configuration: they may begin with a slash and name no folder
+NAMES_FILES = ("model.path", "schedule.path", "placement.path", "routing.path", "engine.script", "agent.trace")
+"""Keys of the configuration that name what a run reads: a file, or a checkpoint's folder. A benchmark's data has a hash
+of its own, `benchmark_sha256`, and rows of earlier runs have digests."""
 FOLDERS = re.compile(r"(?<![^\s=,\[\"'])~?/[^\s,\]\"']+")  # an absolute path in an override
 
 

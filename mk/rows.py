@@ -52,7 +52,8 @@ class Row:
     source_hash: str | None = None  # mk/sources.py; of every row since schema 2
     command: str | None = None  # line; null where Python code called the experiment
     seeds: dict[str, int] | None = None  # by key of the configuration
-    data: dict[str, str] | None = None  # sha256 of each file that the configuration names, by its key
+    data: dict[str, str] | None = None  # sha256 of each file that the configuration names, by its key; of a
+    # checkpoint's folder that of what tells it from others: mk/model/files.py
     raw_sha256: str | None = None  # of the row's line in the raw data beside it
     digest: str | None = None  # of all other fields: a row that was edited by hand has another
     sampling: str | None = None  # temperature 1, top_k 40, ..; left out where the likeliest token was taken

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import itertools
@@ -28,8 +29,9 @@ from typing import Any, Self
 from mk.compose import to_yaml
 from mk.config import Config, config_hash, resolved
 from mk.errors import MkError
-from mk.kept import TEXTS, host_free, model_name, sampling_text
+from mk.kept import NAMES_FILES, TEXTS, host_free, leaves_of, model_name, sampling_text
 from mk.loggers import Logger, make_logger
+from mk.model.files import folder_digest, model_files
 from mk.recompute import figures, with_told
 from mk.rows import SCHEMA, Row, read_raw
 from mk.sources import ROOT, commit_source_hash, recent_commits, source_hash
@@ -246,11 +248,22 @@ def seeds_of(values: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
 
 
 def data_of(values: Mapping[str, Any]) -> dict[str, str]:
-    """sha256 of each file that a group's `path` names, by its key; a folder has none."""
-    paths = {
-        f"{group}.path": Path(of["path"]) for group, of in values.items() if isinstance(of, dict) and of.get("path")
-    }
-    return {key: hashlib.sha256(path.read_bytes()).hexdigest() for key, path in paths.items() if path.is_file()}
+    """sha256 of each file that one of `NAMES_FILES` names, by its key; of a checkpoint's folder that of what is read to
+    tell it from others. What is not on this host, such as a hub id, has none."""
+    leaves = dict(leaves_of(values))
+    paths = {key: Path(leaves[key]) for key in NAMES_FILES if leaves.get(key)}
+    return {key: _content(path, _state(path)) for key, path in paths.items() if path.exists()}
+
+
+def _state(path: Path) -> tuple[tuple[str, int, int], ...]:
+    """Names, sizes and times, by which a file that was written again is read again."""
+    states = [(of.name, of.stat()) for of in (model_files(path) if path.is_dir() else [path])]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in states)
+
+
+@functools.lru_cache(maxsize=64)  # each row of a run asks for it
+def _content(path: Path, state: tuple[tuple[str, int, int], ...]) -> str:
+    return folder_digest(path) if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def environment() -> dict[str, Any]:

@@ -8,6 +8,8 @@ import hashlib
 import json
 import math
 import subprocess
+import typing
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -16,8 +18,9 @@ from typing import Any
 import pytest
 
 from mk.compose import load_config, to_yaml
-from mk.config import config_hash
+from mk.config import Config, config_hash
 from mk.errors import MkError
+from mk.kept import NAMES_FILES
 from mk.rows import Row, read_raw, read_rows
 from mk.runs import RunFolder, command_line, data_of, git_commit
 from mk.sources import FILES, ROOT, commit_source_hash, recent_commits, source_hash
@@ -136,10 +139,51 @@ def test_a_command_line_names_no_folder_of_the_host() -> None:
     assert command_line(argv) == line and command_line(["pytest"]) is None
 
 
-def test_files_that_a_configuration_names_are_hashed(tmp_path: Path) -> None:
-    (tmp_path / "trace").write_bytes(b"ids")
-    values = {"routing": {"path": str(tmp_path / "trace")}, "model": {"path": str(tmp_path)}, "debug": False}
-    assert data_of(values) == {"routing.path": hashlib.sha256(b"ids").hexdigest()}
+@pytest.mark.parametrize("key", NAMES_FILES)
+def test_files_that_a_configuration_names_are_hashed(key: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    group, _, leaf = key.partition(".")
+    values = {group: {leaf: str(path)}, "debug": False}
+    assert data_of(values) == data_of({group: {leaf: None}}) == {}
+    path.write_bytes(b"ids")
+    assert data_of(values) == {key: hashlib.sha256(b"ids").hexdigest()}
+    path.write_bytes(b"other ids")  # within the same run
+    assert data_of(values) == {key: hashlib.sha256(b"other ids").hexdigest()}
+
+
+def texts_of(schema: Any, prefix: str = "") -> Iterator[str]:
+    """Every leaf of the configuration that may be any text, by its key."""
+    for name, hint in typing.get_type_hints(schema).items():
+        of = next((arg for arg in typing.get_args(hint) if arg is not type(None)), hint)
+        if dataclasses.is_dataclass(of):
+            yield from texts_of(of, f"{prefix}{name}.")
+        elif of is str:
+            yield prefix + name
+
+
+def test_every_leaf_that_names_a_file_by_its_name_is_hashed() -> None:
+    found = set(texts_of(Config))
+    assert set(NAMES_FILES) <= found
+    named = {key for key in found if key.rpartition(".")[2] in {"path", "trace", "script", "map", "data"}}
+    assert named - {"engine.trace"} == set(NAMES_FILES)  # that is what the kernel notes
+
+
+def test_a_checkpoints_folder_has_the_digest_of_its_files(tmp_path: Path) -> None:
+    """Wherever it lies; other weights, and another tokenizer, have another. Not of what is no part of a model."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+        for name in ("config.json", "model.safetensors", "chat_template.jinja"):
+            (folder / name).write_text(name)
+    (other / "notes.txt").write_text("of this host")
+    before = data_of({"model": {"path": str(one)}})
+    assert set(before) == {"model.path"} and before == data_of({"model": {"path": str(other)}})
+    for name in ("config.json", "model.safetensors", "chat_template.jinja"):
+        text = (other / name).read_text()
+        (other / name).write_text("edited")
+        assert data_of({"model": {"path": str(other)}}) != before, name
+        (other / name).write_text(text)
+    assert data_of({"model": {"path": "CohereLabs/North"}}) == {}
 
 
 def test_the_sources_of_a_commit_hash_like_the_files(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mk.compose import load_config
+from mk.model import files
 from mk.model.opening import NANO, open_model
-from mk.server import launch
 from mk.server.generation import Service, generation_params
 from mk.server.launch import build_service, fingerprint
 from mk.server.protocol import ChatRequest
@@ -93,8 +93,8 @@ def test_the_fingerprint_tells_weights_apart(
     """Other values under the same names and sizes, far behind the beginning of the file."""
     stride = 1 << 16
     if sampled:
-        monkeypatch.setattr(launch, "_WHOLE", 0)
-        monkeypatch.setattr(launch, "_STRIDE", stride)
+        monkeypatch.setattr(files, "WHOLE", 0)
+        monkeypatch.setattr(files, "STRIDE", stride)
     before = of(tmp_path, f"model.path={copied}")
     weights = copied / "model.safetensors"
     begin, end = max(span for span in matrices(weights).values() if span[1] - span[0] >= stride)

@@ -29,6 +29,7 @@ from mk.engine.worker import Worker
 from mk.engines import make_paged_engine
 from mk.errors import MkError
 from mk.kv import blocks_of
+from mk.model.files import digest_files
 from mk.model.opening import Model
 from mk.model.tokenizer import Tokenizer
 from mk.server.generation import Service
@@ -37,7 +38,6 @@ from mk.server.metrics import Metrics
 
 API_KEY = "MK_API_KEY"  # the environment's: a key on a command line is everybody's to read
 LAST_WORDS_S = 2.0  # for clients to read the error that ends their answers
-_WHOLE, _STRIDE = 1 << 28, 1 << 20  # bytes of a file: read whole up to here; from one sample to the next beyond
 # groups of the configuration that decide which numbers an answer is made of, beside parts of model and server
 _OF_ANSWERS = ("weights", "schedule", "wave_order", "placement", "routing", "gpu", "engine", "prefill")
 
@@ -95,8 +95,7 @@ def sampling_defaults(tokenizer: Tokenizer) -> dict[str, float | int]:
 def fingerprint(config: Config, model: Model, library: str) -> str:
     """What answers depend on besides the request: configuration (the schedule is part of it), model and library.
 
-    The model is known by its files, not by its place. Of a file larger than `_WHOLE` a sixteenth is read, so spread
-    that it meets every matrix of 1 MiB: other weights are noticed, a change of fewer bytes may not be.
+    The model is known by its files, not by its place, as far as `digest_files` reads them.
     """
     given = resolved(config)
     digest = hashlib.sha256(json.dumps([library, model.weights_label]).encode())
@@ -104,16 +103,7 @@ def fingerprint(config: Config, model: Model, library: str) -> str:
     of_answers["model"] = {key: value for key, value in given["model"].items() if key not in ("path", "revision")}
     of_answers["server"] = {key: given["server"][key] for key in ("slots", "batches", "context", "kv_tokens")}
     digest.update(json.dumps(of_answers, sort_keys=True).encode())
-    for path in sorted(
-        path for suffix in ("json", "jinja", "safetensors") for path in model.folder.glob(f"*.{suffix}")
-    ):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        block = _STRIDE if size <= _WHOLE else _STRIDE // 16
-        with path.open("rb") as file:
-            for at in range(0, size, _STRIDE):
-                file.seek(at)
-                digest.update(file.read(block))
+    digest_files(model.folder, digest)
     return f"fp_{digest.hexdigest()[:16]}"
 
 
