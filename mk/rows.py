@@ -209,7 +209,8 @@ class Row:
     unstable: str | None = None  # why the row's figures are not to be relied on
     ratio: float | None = None  # of this row's time to that of the row with the digest ratio_to: of medians, mean
     # of blocks that ran in turn, or of wall_s at equal tokens of each request
-    ratio_low: float | None = None  # its 95 % bootstrap interval
+    ratio_low: float | None = None  # its 95 % interval: of medians by a bootstrap over blocks of steps, of blocks that
+    # ran in turn Student's of the mean logarithm; of wall_s there is none
     ratio_high: float | None = None
     ratio_to: str | None = None
 

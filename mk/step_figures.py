@@ -13,10 +13,9 @@ from mk.errors import MkError
 from mk.model.geometry import Geometry
 from mk.roofline import step_bytes
 
-# two-sided 95 % quantiles of Student's t by degrees of freedom from 1, then the normal one
+# two-sided 95 % quantiles of Student's t by degrees of freedom from 1, as kept rows were computed with; then scipy's
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
        2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
-NORMAL95 = 1.96
 SMALLEST_EFFECT = 0.003  # relative: one ratio in twenty of equal times has an interval without 1, but it is near 1
 EXPERTS_AGREE = 0.02  # relative: rows whose distinct experts differ by more did not read the same bytes
 MEASURED_ONLY = ("p10_ms", "p90_ms", "steps")  # fields that a simulated step, of which there is one, does not have
@@ -105,8 +104,16 @@ def half_interval(values: np.ndarray) -> float:
     n = len(values)
     if n < 2:
         return 10.0
-    t = T95[n - 2] if n - 2 < len(T95) else NORMAL95
-    return float(t * values.std(ddof=1) / np.sqrt(n))
+    return float(student95(n - 1) * values.std(ddof=1) / np.sqrt(n))
+
+
+def student95(df: int) -> float:
+    """The two-sided 95 % quantile of Student's t."""
+    if df <= len(T95):
+        return T95[df - 1]
+    from scipy.special import stdtrit  # takes a moment to import, and few intervals are of so many values
+
+    return float(stdtrit(df, 0.975))
 
 
 def _block_medians(times: np.ndarray, rng: np.random.Generator) -> np.ndarray:

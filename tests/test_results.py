@@ -29,7 +29,7 @@ from mk.roofline import uniform_experts
 from mk.rows import FIGURES, SCHEMA, Row, read_raw, read_rows
 from mk.runs import RunFolder
 from mk.sources import ROOT, source_hash
-from mk.step_figures import experts_agree, median_ratio, raw_steps, step_figures
+from mk.step_figures import Ratio, experts_agree, median_ratio, raw_steps, step_figures
 from tests.promotion import commit, edit, problems, repository
 
 __all__ = ["repository"]
@@ -556,7 +556,9 @@ def test_a_ratios_interval_covers_what_the_noise_explains_and_no_more() -> None:
     assert not same.detectable and same.low <= 1 <= same.high
     faster = median_ratio([ms * 1.05 for ms in STEPS], STEPS)
     assert faster.detectable and faster.low < 1.05 < faster.high and faster.ratio == pytest.approx(1.05)
-    assert median_ratio(STEPS, STEPS, seed=1) == median_ratio(STEPS, STEPS, seed=1)
+    # whose medians are known: of blocks of 16 of ones and twos it is 1, 1.5 or 2, of equal times the time
+    halves = median_ratio([1.0] * 16 + [2.0] * 16, [4.0] * 32)
+    assert halves == Ratio(0.375, 0.25, 0.5) and median_ratio([3.0] * 5, [2.0] * 40) == Ratio(1.5, 1.5, 1.5)
     assert experts_agree(51.6, 52.5) and not experts_agree(51.6, 53) and not experts_agree(None, 8.0)
 
 

@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import statistics
+
 import numpy as np
 import pytest
+from scipy.stats import t as student
 
-from mk.step_figures import Ratio, block_ratio, half_interval
+from mk.step_figures import Ratio, block_ratio, half_interval, median_ratio
 
 
 def test_intervals_have_students_quantiles() -> None:
-    student = pytest.importorskip("scipy.stats").t
-    for n in range(2, 40):
+    """From a table to three digits while values are few, then to all digits; one never under that of more values."""
+    found = {}
+    for n in (*range(2, 70), 100, 1000, 100_000):
         values = np.arange(n, dtype=np.float64)
-        quantile = half_interval(values) / (values.std(ddof=1) / np.sqrt(n))
-        assert quantile == pytest.approx(student.ppf(0.975, n - 1), abs=6e-4 if n <= 31 else 0.08)
+        found[n] = half_interval(values) / (values.std(ddof=1) / np.sqrt(n))
+        assert found[n] == pytest.approx(student.ppf(0.975, n - 1), abs=6e-4 if n <= 31 else 1e-9)
+    assert all(many < few for few, many in itertools.pairwise(found.values()))
+    assert found[32] == pytest.approx(2.0395, abs=1e-4) and found[100_000] == pytest.approx(1.96, abs=1e-4)
+
+
+def test_a_ratio_of_medians_has_the_interval_of_a_block_bootstrap() -> None:
+    """Beside one that is written out: runs of 16 neighbours that begin anywhere, until there are as many as before."""
+    rng = random.Random(3)
+    over, under = ([base + rng.gauss(0, 0.05) for _ in range(64)] for base in (2.2, 2.0))
+
+    def resampled(times: list[float]) -> float:
+        drawn: list[float] = []
+        while len(drawn) < len(times):
+            start = rng.randrange(len(times) - 16 + 1)
+            drawn += times[start : start + 16]
+        return statistics.median(drawn[: len(times)])
+
+    ratios = sorted(resampled(over) / resampled(under) for _ in range(4000))
+    found = median_ratio(over, under)
+    width = found.high - found.low
+    assert found.ratio == pytest.approx(statistics.median(over) / statistics.median(under), rel=1e-12)
+    assert [found.low, found.high] == pytest.approx([ratios[100], ratios[3899]], abs=0.1 * width)
+    of = block_ratio([2.0, 2.2, 2.1], [1.0, 1.0, 1.0])  # exp(m +- 4.303 s / sqrt(3)) of their logarithms
+    assert [of.ratio, of.low, of.high] == pytest.approx([2.0984, 1.8641, 2.3622], rel=1e-4)
 
 
 def test_no_claim_is_made_of_a_small_effect() -> None:
