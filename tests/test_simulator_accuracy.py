@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from experiments import simulator_accuracy
 from mk import results
-from mk.compose import load_config
+from mk.compose import load_config, vary
 from mk.errors import MkError
 from mk.kept import published, read_configs
+from mk.rows import read_rows
+from mk.runs import RunFolder
 from mk.schedule.measured import read_folder
 from mk.sources import ROOT
 from tests.promotion import committed, folder_of, repository, require_kept
@@ -95,6 +98,48 @@ def test_what_the_simulator_knows_nothing_of_is_left_out(tmp_path: Path, leaf: s
     for file, text in {**files, "rows.jsonl": rows}.items():
         (folder / file).write_text(text)
     assert read_folder(folder) == []
+
+
+def test_every_kept_folder_of_the_card_is_read_whatever_it_is_of() -> None:
+    """And none gives steps but those of whole steps in the build that serves."""
+    found = {folder.name: read_folder(folder) for folder in sorted(KEPT.iterdir())}
+    kinds = {name.split("-")[3] for name, steps in found.items() if steps}
+    assert {"decode_throughput", "routing_ablation", "ladder"} <= kinds
+    assert not kinds & {"slow_sm", "prefill_throughput", "prefill_correctness", "kernel_correctness", "batch_switching"}
+    assert all(step.row.slow_ns_per_tile is None for steps in found.values() for step in steps)
+    (routed,) = (steps for name, steps in found.items() if "routing_ablation" in name)
+    arms = {row.routing for row in read_rows(next(KEPT.glob("*-routing_ablation-*")) / "rows.jsonl")}
+    assert arms - {step.row.routing for step in routed} == {"checkpoint", "oracle"}  # logits; a bound
+
+
+RAW = {"kind": "steps", "step_ms": [2.0], "experts_by_layer": [8.0] * 48}
+LEFT_OUT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "of a build with delays": ({"slow_ns_per_tile": 0}, {}),
+    "of a build with delays, one slow": ({"slow_ns_per_tile": 40}, {}),
+    "of a prompt": ({"prompt_tokens": 128}, {}),
+    "of one operation": ({"kernel": "qkv"}, {}),
+    "of a layer": ({"layer": 3}, {}),
+    "simulated": ({"clock": "simulated"}, {}),
+    "prefilled": ({}, {"kind": "prefill_calls"}),
+    "of requests": ({}, {"kind": "draining"}),
+    "of another engine": ({"engine": "vllm"}, {}),
+}
+
+
+@pytest.mark.parametrize(("fields", "raw"), LEFT_OUT.values(), ids=LEFT_OUT)
+def test_a_row_that_is_no_whole_step_is_left_out_alone(
+    fields: dict[str, Any], raw: dict[str, Any], tmp_path: Path
+) -> None:
+    cfg = load_config(["experiment=decode_throughput", "batch.size=1", f"run_dir={tmp_path}"])
+    with RunFolder.create(cfg) as run:
+        axes: dict[str, Any] = {"dtype": "bfloat16", "context": [8192], "checks": {}, "p50_ms": 2.0, "steps": 8}
+        run.append_row(run.row(**{"engine": "cuda", **axes, **fields}), RAW | raw)
+        assert read_folder(run.path) == []
+        other = vary(cfg, ["routing=checkpoint"])  # nothing says which experts
+        run.under(other).append_row(run.under(other).row(engine="cuda", **axes), RAW)
+        run.append_row(run.row(engine="cuda", **axes), RAW)
+        (step,) = read_folder(run.path)
+        assert step.row.routing == "uniform" and step.p50_ms == 2.0 and step.trace is None
 
 
 def test_other_builds_bounds_and_repetitions_are_no_steps_of_the_simulator() -> None:

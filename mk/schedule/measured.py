@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from mk.model.geometry import PRESETS, Geometry
 from mk.model.opening import geometry_of
 from mk.programs import Plan, bucket_for
 from mk.ring import SLOT_KB, window_for, windows_of
-from mk.rows import Row, read_rows
+from mk.rows import Row, read_raw, read_rows
 from mk.schedule.costs import Costs
 from mk.schedule.simulate import estimate
 from mk.schedule.simulator.expand import Sample, expand
@@ -63,28 +64,40 @@ class Measured:
 def read_folder(folder: Path) -> list[Measured]:
     """The whole steps of a run or kept folder that can be simulated, each configuration and batch once.
 
-    Bounds, other builds (another poll, smaller copies, a trace), steps of many launches and those that draw tokens are
-    left out: the simulator knows nothing of them. Raises MkError for a folder without rows, and for a model that has no
-    geometry of its own.
+    Bounds, other builds (another poll, smaller copies, delays, a trace), steps of many launches and those that draw
+    tokens are left out: the simulator knows nothing of them. So are rows of other things than decode steps, and single
+    ones of a model or routing that cannot be opened here. Raises MkError for a folder without rows or with a row whose
+    configuration is not beside it, and for a trace that cannot be read.
     """
     if not (folder / "rows.jsonl").is_file():
         raise MkError(f"{folder}: has no rows.jsonl", hint="a run of decode_throughput or an ablation")
-    configs = read_configs(folder)
+    configs, raw = read_configs(folder), read_raw(folder / "raw.jsonl")
     found: dict[tuple[str, int], Measured] = {}
     for row in read_rows(folder / "rows.jsonl"):
         config = configs.get(row.config_hash)
         if config is None:
             raise MkError(f"{folder}: the configuration {row.config_hash[:16]} of a row is not beside it")
         # the first variant of an ablation runs twice
-        if _whole_step(row) and _simulable(config) and (row.config_hash, row.batch) not in found:
-            found[row.config_hash, row.batch] = _measured(folder, row, config)
+        if (row.config_hash, row.batch) in found or not _whole_step(row, raw.get(row.raw_sha256 or "")):
+            continue
+        try:
+            step = _measured(row, config) if _simulable(config) else None
+        except (MkError, KeyError, TypeError):  # no geometry of its own, no trace to replay, leaves of another time
+            continue
+        if step is not None:
+            path = folder / f"trace_batch{row.batch}.npz"
+            trace = StepTrace.load(path) if path.is_file() else None
+            found[row.config_hash, row.batch] = dataclasses.replace(step, trace=trace)
     return list(found.values())
 
 
-def _whole_step(row: Row) -> bool:
-    """Whether it was timed on the card from end to end, not one operation of it, or a layer."""
+def _whole_step(row: Row, raw: Mapping[str, Any] | None) -> bool:
+    """Whether decode steps were timed on the card from end to end, in the build that serves: not one operation, a layer
+    or a prompt, nor the build that can delay an SM. raw: what the row's figures are from; None beside it if lost."""
     timed = row.engine == "cuda" and row.p50_ms is not None and row.bound is None and row.clock is None
-    return timed and row.kernel is None and row.layer is None
+    of_steps = raw is None or raw.get("kind") == "steps"
+    others = (row.slow_ns_per_tile, row.prompt_tokens, row.kernel, row.layer)
+    return timed and of_steps and all(value is None for value in others)
 
 
 def _simulable(config: Mapping[str, Any]) -> bool:
@@ -104,10 +117,11 @@ def _simulable(config: Mapping[str, Any]) -> bool:
     return not any(unknown)
 
 
-def _measured(folder: Path, row: Row, config: Mapping[str, Any]) -> Measured:
+def _measured(row: Row, config: Mapping[str, Any]) -> Measured:
+    """Without a trace. Raises MkError for a model without a geometry of its own, and a routing that cannot be drawn."""
     model = ModelConfig(**config["model"])
     if model.preset not in PRESETS:
-        raise MkError(f"{folder}: model.preset={model.preset} has no geometry of its own")
+        raise MkError(f"model.preset={model.preset} has no geometry of its own")
     attention, schedule, ring = config["engine"]["attention"], config["schedule"], config["engine"]["ring"]
     plan = Plan(
         config["gpu"]["sms"],
@@ -120,7 +134,6 @@ def _measured(folder: Path, row: Row, config: Mapping[str, Any]) -> Measured:
         barriers=config["engine"].get("handoff", {}).get("barriers", False),
     )
     window = window_for(windows_of(ring["window_kb"]), row.batch)
-    path = folder / f"trace_batch{row.batch}.npz"
     return Measured(
         row,
         geometry_of(model),
@@ -128,5 +141,5 @@ def _measured(folder: Path, row: Row, config: Mapping[str, Any]) -> Measured:
         Ring(slots=ring["slots"], window=window, run_ahead=ring.get("run_ahead", True)),
         Sample.draw(geometry_of(model), RoutingConfig(**config["routing"]), row.context),
         bucket_for(max(row.context) + (row.steps or 0)),
-        StepTrace.load(path) if path.is_file() else None,
+        None,
     )
