@@ -164,6 +164,20 @@ def test_the_judge_ranks_what_cannot_run_last() -> None:
     assert judge(start()) < judge(deadlock) == float("inf")
 
 
+def test_what_no_candidate_is_to_blame_for_is_raised() -> None:
+    """Contexts that the program has no room for, and a search of which nothing can run."""
+    g = PRESETS["slice"]
+    config = load_config(["experiment=decode_throughput"])
+    judge = Judge(g, Sample.draw(g, config.routing, [512]), 256, 16, costs_of(config.gpu), 22)
+    with pytest.raises(MkError, match="do not fit a program"):
+        judge(start())
+    with pytest.raises(MkError, match=r"none of \d+ schedules can run"):
+        search(start(), lambda schedule: float("inf"), 8, candidates=3, steps=5, seed=1)
+    only = random_candidate(random.Random(1), start(), 8)
+    found = search(start(), lambda schedule: 7.0 if schedule == only else float("inf"), 8, 3, 5, seed=1)
+    assert found.schedule == only and found.us == 7.0  # one is enough
+
+
 def test_a_stored_schedule_replaces_the_axes_of_any_run(tmp_path: Path) -> None:
     path = tmp_path / "found.yaml"
     order = tuple(load_config(["wave_order=parted"]).wave_order.waves)

@@ -67,14 +67,16 @@ class Judge:
         return Plan(self.n_sm, c.waves, c.placement, *claimers, splits, sm_map=sm_map)
 
     def __call__(self, candidate: StoredSchedule) -> float:
-        """Simulated microseconds of a step; infinity for a candidate that cannot run."""
+        """Simulated microseconds of a step; infinity for a candidate that cannot be lowered or is refused.
+
+        What the simulator itself refuses is no candidate's fault, and is raised.
+        """
         try:
-            plan = self.plan(candidate)
             self.verify(candidate, few=True)
-            ring = Ring(slots=self.slots, window=candidate.window)
-            return estimate(plan, self.geometry, self.sample, self.bucket, self.costs, ring)
         except MkError:
             return math.inf
+        ring = Ring(slots=self.slots, window=candidate.window)
+        return estimate(self.plan(candidate), self.geometry, self.sample, self.bucket, self.costs, ring)
 
     def verify(self, candidate: StoredSchedule, few: bool = False) -> None:
         """Raises MkError where the candidate's program cannot run; `few`: that of the model's first layers."""
@@ -103,7 +105,8 @@ def search(
 ) -> Found:
     """`candidates` random ones beside `start`, then `steps` changes of the best: each that helps is kept.
 
-    Same seed, same judge: same result. progress: is told (simulated so far, the best microseconds).
+    Same seed, same judge: same result. progress: is told (simulated so far, the best microseconds). Raises MkError
+    where none of them can run: there is nothing to store then.
     """
     rng = random.Random(seed)
     seen: dict[StoredSchedule, float] = {}
@@ -123,6 +126,11 @@ def search(
         if us < best_us:
             best, best_us = candidate, us
         progress(len(seen), best_us)
+    if not math.isfinite(best_us):
+        raise MkError(
+            f"none of {len(seen)} schedules can run, the configured one among them",
+            hint="run.py with the configured plan says why",
+        )
     return Found(best, best_us, len(seen))
 
 
