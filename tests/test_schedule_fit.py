@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -86,6 +89,23 @@ def test_rows_of_other_wave_orders_are_left_to_judge_by(
     assert capsys.readouterr().out.count(": measured") == 2
     with pytest.raises(MkError, match="no measured steps"):
         fit.main([str(folder), "orders=parted"])
+
+
+def test_a_fit_starts_from_the_card_that_its_rows_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(fit, "fit_shared", lambda costs, error, told: started.append(costs) or costs)
+    monkeypatch.setattr(fit, "fit_operations", lambda steps, costs: costs)
+    assert fit.main([str(folder)]) == 0 and started == [costs_of(load_config(["gpu=h200"]).gpu)]
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    rows = [json.loads(line) | {"gpu": "h100"} for line in (folder / "rows.jsonl").read_text().splitlines()]
+    (other / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(MkError, match="gpu=h100 has no costs"):
+        fit.main([str(other)])
+    with pytest.raises(MkError, match="rows of h100 and h200: constants are fitted to one card"):
+        fit.main([str(folder), str(other)])
 
 
 def test_descent_moves_one_constant_at_a_time() -> None:

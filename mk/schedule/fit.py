@@ -5,6 +5,7 @@ from one entry to the next, are read off the traces that `experiment.trace=true`
 step; without a trace they stay. What SMs share, and a common factor on the former, is then moved until simulated steps
 meet the measured p50 of all folders: so other wave orders and windows among them make the fit better. `tile` hides
 behind the consumers and is kept. `orders=a,b` takes rows of these wave orders alone: the others are left to judge by.
+It starts from the constants in configs/gpu/ of the card that the rows name, which must be one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mk.config import GpuConfig
 from mk.errors import MkError
 from mk.isa import ISA
 from mk.schedule.costs import Costs, OpCosts
@@ -177,6 +177,14 @@ def _usual(step: Measured) -> bool:
     return step.ring.run_ahead and not step.plan.barriers
 
 
+def one_card(steps: Iterable[Measured]) -> str:
+    """The card that all rows name. Raises MkError where they name several: constants are of one."""
+    cards = sorted({step.row.gpu for step in steps})
+    if len(cards) > 1:
+        raise MkError(f"rows of {' and '.join(cards)}: constants are fitted to one card", hint="run folders of one")
+    return cards[0]
+
+
 def main(arguments: Sequence[str]) -> int:
     from mk.compose import load_config
 
@@ -186,8 +194,7 @@ def main(arguments: Sequence[str]) -> int:
     steps = [step for step in steps if orders is None or step.row.wave_order in orders]
     if not steps:
         raise MkError("no measured steps", hint="python -m mk.schedule.fit RUN_FOLDER ... [orders=default,parted]")
-    gpu: GpuConfig = load_config(["gpu=h200"]).gpu
-    costs = costs_of(gpu)
+    costs = costs_of(load_config([f"gpu={one_card(steps)}"]).gpu)
     if any(step.trace for step in steps):
         costs = fit_operations(steps, costs)
     costs = fit_shared(
