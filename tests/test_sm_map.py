@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 from pathlib import Path
@@ -17,6 +18,7 @@ from mk.config import Config
 from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.isa import ISA, Word
+from mk.probes import handoff
 from mk.probes.handoff import launch, matrix, open_library
 from mk.programs import Plan
 from mk.rows import read_rows
@@ -222,8 +224,17 @@ def test_without_a_gpu_it_says_so() -> None:
         sm_map.main(load_config(["experiment=sm_map"]))
 
 
-def test_the_probe_compiles_and_takes_the_hosts_parameters() -> None:
-    open_library()
+def test_the_probe_compiles_and_takes_the_hosts_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = open_library()
+    assert library.handoff_params_bytes() == ctypes.sizeof(handoff._Params) == 7 * 8 + 3 * 4 + 4
+    assert library.handoff_error(0) == b"no error" and library.handoff_launch is not None
+
+    class Fewer(ctypes.Structure):
+        _fields_ = handoff._Params._fields_[1:]
+
+    monkeypatch.setattr(handoff, "_Params", Fewer)
+    with pytest.raises(MkError, match="has parameters of 72 bytes, this file another idea"):
+        open_library()
 
 
 @pytest.mark.gpu
