@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -110,11 +111,15 @@ class Core:
             self._finish(request, "cancelled")
 
     def fail_all(self, message: str) -> None:
-        """End everything with an error, and forget the cache: the engine's memory can no longer be trusted."""
-        for request in [*self.running, *self.waiting]:
-            self._finish(request, "error", message)
-        if self.cache:
-            self.cache.clear()
+        """End everything with an error, and forget the cache: the engine's memory can no longer be trusted.
+
+        Raises what the end of one request raised, after all others have ended too.
+        """
+        with ExitStack() as every:  # the last one first
+            if self.cache:
+                every.callback(self.cache.clear)
+            for request in reversed([*self.running, *self.waiting]):
+                every.callback(self._finish, request, "error", message)
 
     def tick(self) -> bool:
         """One chunk or one run of steps; False if there is nothing to do."""
@@ -368,6 +373,17 @@ class Core:
             self._deliver(request)
 
     def _finish(self, request: Request, why: str, error: str | None = None) -> None:
+        try:
+            self._leave(request)
+        finally:  # whatever is wrong with what it held, it hears of its end
+            request.phase, request.saved = Phase.FINISHED, {}
+            request.due.finish, request.due.error = why, error
+            self.totals.finished[why] += 1
+            self._deliver(request)
+
+    def _leave(self, request: Request) -> None:
+        """Out of its slot, or the queue."""
+        self._changed = True  # who stood behind it, or lacked its slot or its pages, may be next
         if request.slot >= 0:
             if self.cache:
                 self.cache.touch(request.hashes)
@@ -375,11 +391,6 @@ class Core:
         else:
             self._queue = [entry for entry in self._queue if entry[1] is not request]
             heapq.heapify(self._queue)
-        self._changed = True  # who stood behind it, or lacked its slot or its pages, may be next
-        request.phase, request.saved = Phase.FINISHED, {}
-        request.due.finish, request.due.error = why, error
-        self.totals.finished[why] += 1
-        self._deliver(request)
 
     def _deliver(self, request: Request) -> None:
         if request.prompt_logprobs and request.computed >= len(request.prompt):

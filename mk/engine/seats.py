@@ -111,9 +111,9 @@ class Seats:
 
     def vacate(self, request: Request) -> None:
         """Give a request's slot and pages back."""
-        self._engine.free(request.slot)
-        self.slots[request.slot] = None
-        request.slot = -1
+        slot, request.slot = request.slot, -1
+        self.slots[slot] = None
+        self._engine.free(slot)
 
     def publish(self, request: Request, tokens: int) -> list[tuple[str, bytes]]:
         """Share the blocks that become full as the request's computed tokens grow to `tokens`."""

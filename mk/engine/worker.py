@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from mk.decode_loop import CardLost
 from mk.engine.core import Core
@@ -45,7 +46,7 @@ class Worker:
     def __init__(self, core: Core) -> None:
         self.core = core
         self.failed: str | None = None  # why the engine is out of order
-        self._inbox: list[Callable[[], None]] = []
+        self._inbox: deque[Callable[[], None]] = deque()
         self._arriving = 0  # requests that the core has not taken in yet: while a step lasts, it takes in nothing
         self._wake = threading.Condition()
         self._stopping = False
@@ -86,58 +87,76 @@ class Worker:
             if max_waiting is not None and waiting + len(requests) > max_waiting:
                 raise QueueFull(f"{waiting} requests are waiting, and {max_waiting} may")
             self._arriving += len(requests)
-            self._inbox.append(lambda: self._take_in(requests))
+            self._inbox.extend(partial(self._take_in, request) for request in requests)
             self._wake.notify()
 
     def cancel(self, request: Request) -> None:
         """End a request after the step it is in; its sink hears of it, unless it has finished meanwhile."""
         with self._wake:
-            self._inbox.append(lambda: self.core.cancel(request))
+            self._inbox.append(partial(self.core.cancel, request))
             self._wake.notify()
 
-    def _take_in(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            with self._wake:  # whoever submits meanwhile counts it once, on one side or the other
-                self._arriving -= 1
-                try:
-                    self.core.submit(request)
-                except MkError as error:
-                    self.core.refuse(request, str(error))
+    def _take_in(self, request: Request) -> None:
+        with self._wake:  # whoever submits meanwhile counts it once, on one side or the other
+            self._arriving -= 1
+            try:
+                if self.failed:  # since it was submitted
+                    raise MkError(self.failed)
+                self.core.submit(request)
+            except Exception as error:  # whatever it is, the request must hear of it
+                self.core.refuse(request, str(error))
+                if not isinstance(error, MkError):
+                    raise
+
+    @property
+    def _busy(self) -> bool:
+        """Whether there is something to compute, and an engine to compute it."""
+        return self.failed is None and self.core.busy
 
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not (self._inbox or self._stopping or self.core.busy):
+                while not (self._inbox or self._stopping or self._busy):
                     self._wake.wait()
-            if self._attend():
-                self.core.fail_all("the server is shutting down")
-                self.snapshot = self._snapshot()
-                return
             try:
-                self.core.tick()
-            except Exception as error:  # whatever it is, requests must hear of it
+                if self._attend():
+                    break
+                if self._busy:
+                    self.core.tick()
+                self.snapshot = self._snapshot()
+            except Exception as error:  # wherever it comes from, requests must hear of it
                 log.exception("the engine failed")
                 self._fail(error)
-            self.snapshot = self._snapshot()
+        self._end_all("the server is shutting down")
 
     def _attend(self) -> bool:
         """Take in what has come, also between two steps; whether the thread is to end."""
         with self._wake:
-            inbox, self._inbox = self._inbox, []
-            stopping = self._stopping
-        stale = bool(inbox) or time.monotonic() > self._seen + REFRESH_S
-        while inbox:  # nothing here refers to a request any more when the thread sleeps
-            inbox.pop(0)()
-        if stale and self.core.busy:  # else the tick is about to end: idle is what has let go of all requests
+            come, stopping = len(self._inbox), self._stopping
+        stale = bool(come) or time.monotonic() > self._seen + REFRESH_S
+        for _ in range(come):  # nothing here refers to a request any more when the thread sleeps
+            self._inbox.popleft()()  # one at a time: where one fails, the others are still to come
+        if stale and self._busy:  # else the tick is about to end: idle is what has let go of all requests
             self.snapshot = self._snapshot()
         return stopping
 
     def _fail(self, error: Exception) -> None:
         """Requests in flight end with an error. A step that the engine gave up leaves it usable, a defect does not."""
-        self.core.fail_all(f"the engine failed: {error}")
         if not isinstance(error, MkError) or isinstance(error, CardLost):
-            with self._wake:
-                self.failed = f"the engine is out of order: {type(error).__name__}: {error}"
+            self._give_up(error)  # before requests are told, so that none comes in between
+        self._end_all(f"the engine failed: {error}")
+
+    def _give_up(self, error: Exception) -> None:
+        with self._wake:
+            self.failed = self.failed or f"the engine is out of order: {type(error).__name__}: {error}"
+
+    def _end_all(self, message: str) -> None:
+        try:
+            self.core.fail_all(message)
+            self.snapshot = self._snapshot()
+        except Exception as error:  # of a request's end: what it held is not given back
+            log.exception("the engine could not end its requests")
+            self._give_up(error)
 
     def _snapshot(self) -> Snapshot:
         core, totals = self.core, self.core.totals

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -155,7 +156,7 @@ class Generation:
 
     def _sink(self, index: int) -> Callable[[Delivery], None]:
         def sink(delivery: Delivery) -> None:
-            if not self._loop.is_closed():
+            with suppress(RuntimeError):  # the loop is closed: nobody listens
                 self._loop.call_soon_threadsafe(self._news.put_nowait, (index, delivery))
 
         return sink
