@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -167,3 +168,31 @@ def test_choices_draw_each_their_own_and_the_first_as_if_alone(served: Served) -
     contents = [choice.content for choice in several.choices]
     assert contents[0] == one.said.content and len(set(contents)) == 3
     assert chat(served, question, **{**ask, "seed": 12}).said.content == contents[1]
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_usage_counts_cached_tokens_of_a_prompt_once(served: Served, n: int) -> None:
+    """However many choices share it; of several prompts their sum. In chunks each choice has its own."""
+    long, short = [7] * 410, [9] * 150
+
+    def cached(prompts: Any, stream: bool) -> tuple[int, int, list[int]]:
+        options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        body = {"prompt": prompts, "max_tokens": 3, "n": n, **(options if stream else {})}
+        reply = served.post("/v1/completions", body)
+        *others, last = events(reply) if stream else [reply.json()]
+        of = [chunk["usage"]["prompt_tokens_details"]["cached_tokens"] for chunk in (*others, last)]
+        return last["usage"]["prompt_tokens"], of[-1], of[:-1]
+
+    for prompts in (long, short, [long, short], [long, short, long]):
+        cached(prompts, False)  # so that all of it is there
+        asked = prompts if isinstance(prompts[0], list) else [prompts]
+        full = [(len(prompt) - 1) // 64 * 64 for prompt in asked]
+        for stream in (False, True):
+            total, found, each = cached(prompts, stream)
+            assert total == sum(map(len, asked)) and found == sum(full) <= total
+            assert set(each) == (set(full) if stream else set())
+    question = served.says(thought("a", "b")) + " and so on" * 100
+    chat(served, question, n=n)
+    usage = chat(served, question, n=n).usage
+    expected = (usage["prompt_tokens"] - 1) // 64 * 64
+    assert usage["prompt_tokens_details"]["cached_tokens"] == expected > 0

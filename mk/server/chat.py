@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -49,13 +49,12 @@ class ChatAnswer:
         if count > service.max_waiting:
             raise invalid(f"n={count} exceeds {service.max_waiting}, the requests that may wait here", "n")
         params = self._params(service.room(self.prompt, "messages"), count)
-        self._generation = Generation(service, [self.prompt] * count, params)
+        self._generation = Generation(service, [self.prompt], params)
         tools = bool(asked.tools) and asked.tool_choice != "none"
         parallel = asked.parallel_tool_calls is not False
         self._choices = [
             ChatChoice(service.tokenizer, self._section, tools, asked.stops(), parallel) for _ in range(count)
         ]
-        self._cached = 0
         self._head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": service.model_id}
 
     def _params(self, room: int, count: int) -> list[GenerationParams]:
@@ -101,7 +100,6 @@ class ChatAnswer:
 
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         async for index, delivery in self._generation.deliveries():
-            self._cached = max(self._cached, delivery.cached_tokens)
             choice = self._choices[index]
             piece = choice.feed(delivery)
             if choice.finish_reason is not None:
@@ -132,7 +130,7 @@ class ChatAnswer:
             "object": "chat.completion",
             **({"prompt_token_ids": self.prompt} if self._asked.return_token_ids else {}),
             "choices": choices,
-            "usage": self._usage(self._choices),
+            "usage": self._usage(),
             "system_fingerprint": self._service.fingerprint,
         }
 
@@ -150,7 +148,7 @@ class ChatAnswer:
             if (why := self._choices[index].finish_reason) is not None:
                 yield self._chunk(index, {}, finish_reason=why)
         if self._asked.usage_at_end:
-            yield {**self._frame(), "choices": [], "usage": self._usage(self._choices)}
+            yield {**self._frame(), "choices": [], "usage": self._usage()}
 
     def close(self) -> None:
         """End whatever still runs."""
@@ -163,13 +161,15 @@ class ChatAnswer:
         self, index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        so_far = {"usage": self._usage(self._choices[index : index + 1])} if self._asked.usage_in_chunks else {}
+        so_far = {"usage": self._usage(index)} if self._asked.usage_in_chunks else {}
         return {**self._frame(), "choices": [choice], **so_far}
 
-    def _usage(self, choices: Sequence[ChatChoice]) -> dict[str, Any]:
+    def _usage(self, index: int | None = None) -> dict[str, Any]:
+        """Of one choice, or all."""
+        choices = self._choices if index is None else [self._choices[index]]
         completion = sum(choice.completion_tokens for choice in choices)
         reasoning = sum(choice.reasoning_tokens for choice in choices)
-        return usage(len(self.prompt), completion, self._cached, reasoning)
+        return usage(len(self.prompt), completion, self._generation.cached_tokens(index), reasoning)
 
     def _logprobs(self, tokens: list[TokenText]) -> dict[str, Any] | None:
         if not self._asked.logprobs:

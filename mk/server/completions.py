@@ -64,18 +64,16 @@ class CompletionAnswer:
             raise invalid("max_tokens=0 needs echo=true", "max_tokens")
         self._wanted = wanted
         of_prompt = asked.logprobs if asked.echo else None
-        each: list[list[int]] = []
+        self._of: list[list[int]] = []
         params = []
         for prompt in prompts:
             most = min(service.room(prompt, "prompt"), max(1, wanted))
             for i in range(count):
-                each.append(prompt)
+                self._of.append(prompt)
                 params.append(generation_params(service, asked, i, seed, most, asked.logprobs, of_prompt))
-        self._of = each
-        self._generation = Generation(service, each, params)
-        self._choices = [TextChoice(service.tokenizer, asked.stops()) for _ in each]
-        self._logs = [_Log(service, asked.logprobs) for _ in each]
-        self._cached = [0] * len(each)
+        self._generation = Generation(service, prompts, params)
+        self._choices = [TextChoice(service.tokenizer, asked.stops()) for _ in params]
+        self._logs = [_Log(service, asked.logprobs) for _ in params]
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
@@ -88,7 +86,6 @@ class CompletionAnswer:
         """(choice, text, its logprobs), an echoed prompt first."""
         begun: set[int] = set()
         async for index, delivery in self._generation.deliveries():
-            self._cached[index] = delivery.cached_tokens
             choice, log = self._choices[index], self._logs[index]
             text = ""
             if index not in begun:
@@ -145,11 +142,12 @@ class CompletionAnswer:
 
     def _usage(self) -> dict[str, Any]:
         completion = sum(choice.completion_tokens for choice in self._choices)
-        return usage(sum(map(len, self._prompts)), completion, sum(self._cached))
+        return usage(sum(map(len, self._prompts)), completion, self._generation.cached_tokens())
 
     def _usage_of(self, index: int) -> dict[str, Any]:
         """Of one choice."""
-        return usage(len(self._of[index]), self._choices[index].completion_tokens, self._cached[index])
+        completion = self._choices[index].completion_tokens
+        return usage(len(self._of[index]), completion, self._generation.cached_tokens(index))
 
 
 class _Log:

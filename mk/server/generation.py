@@ -136,15 +136,21 @@ class Generation:
     """The sequences of one HTTP request. Leaving it ends whatever of them still runs."""
 
     def __init__(self, service: Service, prompts: Sequence[Sequence[int]], params: Sequence[GenerationParams]) -> None:
-        """A sequence for each pair. Raises ApiError when the queue is full or the engine out of order."""
+        """params: of every sequence, as many for each prompt, those of the first one first.
+
+        Raises ApiError when the queue is full or the engine out of order.
+        """
         self._service = service
         self._loop = asyncio.get_running_loop()
         self._news: asyncio.Queue[tuple[int, Delivery]] = asyncio.Queue()
+        self._each = len(params) // len(prompts)
+        of = [prompt for prompt in prompts for _ in range(self._each)]
         name = f"{next(_numbers)}"
         self._requests = [
             Request(f"{name}-{index}", prompt, given, self._sink(index))
-            for index, (prompt, given) in enumerate(zip(prompts, params, strict=True))
+            for index, (prompt, given) in enumerate(zip(of, params, strict=True))
         ]
+        self._cached = [0] * len(self._requests)
         self._open = set(range(len(self._requests)))
         self._clocks = [service.metrics.clock() for _ in self._requests]
         try:
@@ -168,6 +174,7 @@ class Generation:
                 index, delivery = await self._news.get()
                 if index not in self._open:
                     continue
+                self._cached[index] = delivery.cached_tokens
                 if delivery.tokens:
                     self._clocks[index].tokens(len(delivery.tokens))
                 if delivery.finish is not None:
@@ -177,6 +184,15 @@ class Generation:
                 yield index, delivery
         finally:
             self.close()
+
+    def cached_tokens(self, index: int | None = None) -> int:
+        """Tokens of the prompts, each counted once, that one of its sequences at least did not have to compute.
+
+        index: of the prompt of this sequence alone, what it did not.
+        """
+        if index is not None:
+            return self._cached[index]
+        return sum(max(self._cached[at : at + self._each]) for at in range(0, len(self._cached), self._each))
 
     def stop(self, index: int) -> None:
         """End one sequence: its answer is complete."""
