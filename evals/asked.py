@@ -1,12 +1,13 @@
-"""Whom the questions go to: the server that is named, or one that is started here, and stopped at the end."""
+"""Whom the questions go to: a server that is named, one that somebody has started, or one that is started here."""
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from evals.served import ServedEngine
 from mk.config import Config
@@ -18,19 +19,28 @@ from mk.server.launch import build_service, in_background, version
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """title: of the model, as people and samples have it. dtype: of the arithmetic. model: None = only the server's."""
+    """title: of the model, as people and samples have it. dtype: of the arithmetic. model: None = only the server's.
+    fields: of a row, what else is known of what answers. log: lines of the server's own that say so."""
 
     engine: ServedEngine
     title: str
     dtype: str
     model: Model | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    log: Sequence[str] = ()
 
 
 def named_server(cfg: Config) -> Asked:
     """The server at experiment.base_url. Raises MkError where it does not answer."""
     settings = cfg.experiment
     engine = ServedEngine(settings.base_url, settings.served_model, cfg.batch.size, _timeout_s(cfg))
-    return Asked(engine, engine.model, "unknown")  # a server does not say
+    return Asked(engine, engine.model, "unknown", fields={"model": engine.model})  # a server says no more
+
+
+def started_server(cfg: Config, base_url: str, fields: Mapping[str, Any], log: Sequence[str]) -> Asked:
+    """A server of the configured model that runs already. fields: of a row, what runs there, engine and dtype too."""
+    engine = ServedEngine(base_url, None, cfg.batch.size, _timeout_s(cfg), fields["engine"])
+    return Asked(engine, engine.model, fields["dtype"], fields=fields, log=log)
 
 
 @contextlib.contextmanager

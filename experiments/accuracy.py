@@ -35,18 +35,25 @@ from mk.sampling import SamplingParams
 
 def main(cfg: Config) -> int:
     """Exit status: 0, or 1 when a check fails; the score is none of them."""
-    return score(cfg)[0]
+    return score(cfg, cfg.experiment.resume, cfg.experiment.compare)[0]
 
 
-def score(cfg: Config) -> tuple[int, Path]:
-    """(exit status, run folder) of one evaluation."""
+def score(
+    cfg: Config, resume: str | None, compare: str | Path | None, started: Asked | None = None
+) -> tuple[int, Path]:
+    """(exit status, run folder) of one evaluation. resume, compare: run folders, None = without.
+
+    started: a server of the configured model; None = the one at experiment.base_url, or one that is started here.
+    """
     settings = cfg.experiment
-    if settings.base_url is None:
+    if started is None and settings.base_url is None:
         require_engine(cfg, cfg.server.slots)
     benchmark = open_benchmark(cfg.benchmark, Path(settings.data_dir))
-    other = None if settings.compare is None else Finished.read(Path(settings.compare))  # before anything is asked
+    other = None if compare is None else Finished.read(Path(compare))  # before anything is asked
     with contextlib.ExitStack() as stack:
-        if settings.base_url is None:
+        if started is not None:
+            problems, asked = _problems(cfg, benchmark, _is_toy(cfg)), started
+        elif settings.base_url is None:
             problems = _problems(cfg, benchmark, _is_toy(cfg))  # before a server is started for nothing
             asked = stack.enter_context(own_server(cfg))
         else:
@@ -56,8 +63,8 @@ def score(cfg: Config) -> tuple[int, Path]:
         answered = _preflight(cfg, benchmark, problems, asked)
         with RunFolder.create(cfg) as run:
             store = SampleStore(run.path / FILE, asked.engine.name, asked.title)
-            if settings.resume is not None:
-                store.resume(Path(settings.resume))
+            if resume is not None:
+                store.resume(Path(resume))
                 print(f"resumed: {len(store)} samples")
             runner, found = _ask(cfg, run, benchmark, problems, asked, store, sandbox)
             samples = [sample for sample in store if runner.requests.get(sample.key) == sample.request]
@@ -69,16 +76,15 @@ def score(cfg: Config) -> tuple[int, Path]:
                     raw["theirs"] = other.of(found.scores, result.requests_hash)
                 except MkError as error:
                     failed = f"not compared: {error}"
+            said = {"engine": asked.engine.name, "dtype": asked.dtype, **asked.fields}
             row = run.measured(
                 raw,
-                engine=asked.engine.name,
-                dtype=asked.dtype,
                 batch=asked.engine.parallel,
                 context=[max(sample.completion.prompt_tokens for sample in samples)],
                 benchmark=cfg.benchmark.name,
                 benchmark_sha256=benchmark.facts["sha256"],
                 requests_hash=result.requests_hash,
-                **({} if settings.base_url is None else {"model": asked.title}),
+                **said,
             )
             write_scores(run.path, found.scores)
             write_report(
@@ -184,6 +190,8 @@ def _raw(
         "runs": cfg.experiment.runs,
     }
     raw["equal"] = _equal(cfg, asked, samples)
+    if asked.log:
+        raw["log"] = list(asked.log)
     return raw
 
 

@@ -1,7 +1,8 @@
 """Score a benchmark through the built-in server, then through vLLM's over the same checkpoint, and their difference.
 
-One after the other, so that the card is free for each; both are asked the same requests, byte for byte. Each leaves a
-run folder of experiment=accuracy, the second one's with the interval of the difference.
+One after the other, so that the card is free for each; both are asked the same requests, byte for byte. Ours leaves a
+run folder of experiment=accuracy, vLLM's one of this experiment, with the interval of the difference: each is repeated
+by its own configuration.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gc
 
 import torch
 
+from evals.asked import started_server
 from experiments import accuracy, vllm_serve
 from experiments.baselines.vllm_process import find
 from experiments.server_process import vllm_server
@@ -25,12 +27,13 @@ def main(cfg: Config) -> int:
         raise MkError("accuracy_vllm starts both servers", hint="baseline=vllm, and no experiment.base_url")
     find(config)  # before minutes of the other engine
     vllm_serve.checkpoint(cfg)
-    settings = dataclasses.replace(cfg.experiment, name="accuracy")
-    status, ours = accuracy.score(dataclasses.replace(cfg, experiment=settings))
+    settings = cfg.experiment
+    own = dataclasses.replace(cfg, experiment=dataclasses.replace(settings, name="accuracy"))
+    status, ours = accuracy.score(own, settings.resume, settings.compare)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what the engine had on the card
     with vllm_server(cfg, ours / "vllm.log") as running:
-        theirs = dataclasses.replace(settings, base_url=running.base_url, compare=str(ours), resume=None)
-        second, _ = accuracy.score(dataclasses.replace(cfg, experiment=theirs))
+        theirs = started_server(cfg, running.base_url, running.fields, running.lines)
+        second, _ = accuracy.score(cfg, None, ours, theirs)
     return status or second

@@ -331,9 +331,9 @@ def _served_step(kept: Sequence[Kept]) -> Phrases:
 
 
 def _accuracy(kept: Sequence[Kept]) -> Phrases:
-    mine = [of for of in _rows(kept, "accuracy") if (of.row.benchmark, of.row.model) == ("nano_code", "nano")]
-    rows = _by(mine, "engine")
-    own, other = rows[("cuda",)], rows[("served",)]
+    both = [*_rows(kept, "accuracy"), *_rows(kept, "accuracy_vllm")]
+    rows = _by([of for of in both if (of.row.benchmark, of.row.model) == ("nano_code", "nano")], "engine")
+    own, other = rows[("cuda",)], rows.get(("vllm",)) or rows[("served",)]  # as an earlier run called vLLM's server
     runs = len(own.scores or [])
     yield f"{runs} runs of {(own.answers or 0) // runs} problems"
     yield f"{100 * (own.score or 0):.2f} % (sd {100 * (own.score_sd or 0):.2f}) here"

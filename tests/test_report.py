@@ -365,6 +365,16 @@ def test_a_list_whose_rows_are_gone_is_told() -> None:
     assert problem.startswith("README, kernel_ablation: the rows kept do not have what it says")
 
 
+def test_an_evaluation_of_vllms_server_is_read_by_either_name() -> None:
+    """`served` of earlier runs; of a later one, whose row says who it is, the figures count."""
+    served = next(of for of in KEPT if of.row.benchmark == "nano_code" and of.row.engine == "served")
+    later = dataclasses.replace(served, row=dataclasses.replace(served.row, engine="vllm"))
+    assert bullet_problems(README, [later if of is served else of for of in KEPT]) == []
+    other = dataclasses.replace(later, row=dataclasses.replace(later.row, score=0.25))
+    (problem,) = bullet_problems(README, [*KEPT, other])
+    assert problem.startswith("README, accuracy: rows give “25.00 %")
+
+
 def test_an_arm_is_named_by_its_file_and_without_what_all_have() -> None:
     assert _short("engine.ring.window_kb=56") == "ring.window_kb=56"
     assert _short("schedule=search schedule.path=results/simulated/a.yaml") == "schedule=search schedule.path=a.yaml"

@@ -18,9 +18,10 @@ from experiments import accuracy_vllm, decode_throughput, server_process, vllm_d
 from experiments.baselines import vllm_process as vllm
 from experiments.baselines.vllm_extension import distinct_by_layer, register_uniform, uniform_distinct
 from experiments.server_process import vllm_server
-from mk.compose import load_config
-from mk.config import Config
+from mk.compose import load_config, stored_config
+from mk.config import Config, config_hash
 from mk.errors import MkError
+from mk.kept import read_configs
 from mk.model.geometry import PRESETS, Geometry
 from mk.model.opening import NANO
 from mk.roofline import uniform_experts
@@ -391,10 +392,20 @@ def test_its_server_is_started_with_what_ours_would_have(tmp_path: Path) -> None
 def test_both_servers_are_asked_the_same(committed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["experiment=accuracy_vllm", f"baseline.vllm.site={SITE}", f"run_dir={tmp_path / 'runs'}",
                  "experiment.limit=4", "benchmark.max_tokens=6", "sampling=top_p", "experiment.runs=2"]  # fmt: skip
-    assert accuracy_vllm.main(load_config(overrides)) == 0
+    cfg = load_config(overrides)
+    assert accuracy_vllm.main(cfg) == 0
     folders = sorted((tmp_path / "runs").iterdir(), key=lambda folder: (folder / "rows.jsonl").stat().st_mtime_ns)
     rows = [read_rows(folder / "rows.jsonl")[0] for folder in folders]
-    assert [row.engine for row in rows] == ["interpreter", "served"] and rows[0].requests_hash == rows[1].requests_hash
+    assert [row.engine for row in rows] == ["interpreter", "vllm"] and rows[0].requests_hash == rows[1].requests_hash
+    assert [row.experiment for row in rows] == ["accuracy", "accuracy_vllm"]
+    theirs, raw = rows[1], read_raw(folders[1] / "raw.jsonl")[rows[1].raw_sha256 or ""]
+    assert (theirs.dtype, theirs.version, theirs.moe_backend) == ("bfloat16", "0.0.1", "TRITON")
+    assert theirs.schedule == theirs.wave_order == theirs.placement == "vllm" and theirs.model == "nano" and raw["log"]
+    assert (rows[0].schedule, rows[0].placement, rows[0].version) == ("static", "row_owner", None)
+    # a rerun looks for the one new folder of the run's configuration, which names no server that has ended
+    (config,) = read_configs(folders[1]).values()
+    assert stored_config(config) == cfg
+    assert [*folders[1].parent.glob(f"*-accuracy_vllm-{config_hash(cfg)[:8]}*")] == [folders[1]]
     assert all(row.checks["metrics_are_requests"] and row.answers == 8 for row in rows)
     assert rows[0].score_difference is None and rows[1].score_difference is not None
     assert "vLLM's server answers after" in capsys.readouterr().out
