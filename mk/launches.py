@@ -142,19 +142,24 @@ class WaveLaunches(Runtime):
 class GraphedLaunches(WaveLaunches):
     """A runtime whose steps are a CUDA graph each, of a launch for every wave.
 
-    A graph holds its launches' arguments, which change from step to step.
+    A graph holds its launches' arguments, which change from step to step. One that is made counts as launched; those
+    that are never run end with the run that they were made for, and count no more.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._made: deque[tuple[ctypes.c_void_p, int]] = deque()  # graphs of the next steps, and their numbers
         self._running: list[ctypes.c_void_p] = []  # graphs that were handed to the stream
         super().__init__(*args, **kwargs)
+
+    def load(self, program: Program, epoch: int = 0) -> None:
+        self._drop()
+        super().load(program, epoch)
 
     def launch(self) -> int:
         if self._parts is None:
             return super().launch()
-        graph, number = self._capture()
-        self._run(graph)
-        return number
+        self._capture()
+        return self._run()
 
     def launcher(self, tell: Callable[[int], None], steps: int) -> Callable[[int], int]:
         """All graphs are made here: making one takes the host longer than running it takes the card."""
@@ -162,37 +167,60 @@ class GraphedLaunches(WaveLaunches):
             return super().launcher(tell, steps)
         if steps > HOST_STEPS:
             raise MkError(f"{steps} steps as graphs, and the host ring holds the tokens of {HOST_STEPS}")
-        made: deque[tuple[ctypes.c_void_p, int]] = deque()
-        for step in range(steps):
-            tell(step)
-            made.append(self._capture())
-
-        def launch(step: int) -> int:
-            graph, number = made.popleft()
-            self._run(graph)
-            return number
-
-        return launch
+        self._drop()
+        try:
+            for step in range(steps):
+                tell(step)
+                self._capture()
+        except BaseException:
+            self._drop()
+            raise
+        return lambda step: self._run()
 
     def finish(self) -> None:
-        super().finish()
-        while self._running:
-            self.require_success(self.library.mk_graph_destroy(self._running.pop()))
+        try:
+            super().finish()
+        finally:
+            self._destroy(self._running)
 
-    def _capture(self) -> tuple[ctypes.c_void_p, int]:
-        """The next step's graph and number. Until it is run, later steps must not be."""
-        graph, stream = ctypes.c_void_p(), ctypes.c_void_p(self.stream.cuda_stream)
+    def _given_up(self, stalls: npt.NDArray[np.int32]) -> tuple[Program, npt.NDArray[np.int32]]:
+        self._drop()  # signals of steps that have not begun are not missing
+        return super()._given_up(stalls)
+
+    def _capture(self) -> None:
+        """Makes the next step's graph."""
+        graph, stream, before = ctypes.c_void_p(), ctypes.c_void_p(self.stream.cuda_stream), self.launched
         self.require_success(self.library.mk_capture_begin(stream))
         try:
-            number = super().launch()
-        finally:
-            code = self.library.mk_capture_end(stream, ctypes.byref(graph))
-        self.require_success(code)
-        return graph, number
+            try:
+                number = super().launch()
+            finally:
+                code = self.library.mk_capture_end(stream, ctypes.byref(graph))
+            self.require_success(code)
+        except BaseException:
+            self.count_launches(before - self.launched)
+            self._destroy([graph] if graph else [])
+            raise
+        self._made.append((graph, number))
 
-    def _run(self, graph: ctypes.c_void_p) -> None:
+    def _run(self) -> int:
+        """Hands the first graph to the stream; its step's number."""
+        graph, number = self._made[0]
         self.require_success(self.library.mk_graph_launch(graph, ctypes.c_void_p(self.stream.cuda_stream)))
+        self._made.popleft()
         self._running.append(graph)
+        return number
+
+    def _drop(self) -> None:
+        """Ends graphs that have not been run: the card's counters are where they were before their steps."""
+        graphs = [graph for graph, _ in self._made]
+        self._made.clear()
+        self.count_launches(-len(graphs))
+        self._destroy(graphs)
+
+    def _destroy(self, graphs: list[ctypes.c_void_p]) -> None:
+        while graphs:
+            self.require_success(self.library.mk_graph_destroy(graphs.pop()))
 
 
 class DependentLaunches(GraphedLaunches):
@@ -212,6 +240,7 @@ class OperationLaunches(GraphedLaunches):
     def choose(self, parts: Sequence[int]) -> None:
         """Steps are these parts from now on, by their places in `waves_of`, until the next `load`."""
         assert self._parts is not None
+        self._drop()
         with torch.cuda.stream(self.stream):  # those of parts that did not run have not grown with the epoch
             self._part_counters.copy_(torch.from_numpy(counters_at(self._parts.per_step, self.epoch)))
         every = self._parts.addresses(self._part_counters, self.launch_trace)

@@ -162,6 +162,93 @@ def test_a_refused_launch_or_capture_is_an_error(fake_device: FakeLibrary, monke
         rt.launcher(lambda step: None, 2000)
 
 
+@pytest.fixture
+def graphed(fake_device: FakeLibrary) -> GraphedLaunches:
+    rt = runtime(fake_device, "graph")
+    assert isinstance(rt, GraphedLaunches)
+    rt.set_sequences([5, 70], [1, 2], steps=8)
+    return rt
+
+
+def as_it_would_be_without(rt: GraphedLaunches, library: FakeLibrary, run: int) -> None:
+    """No graph is left, and the steps that follow those that have run are what they would be."""
+    assert not library.graphs and not rt._made and not rt._running
+    assert (rt.launched, rt.epoch, library.launches) == (run, 2**32 - 2 + run, run)
+    rt.set_sequences([5, 70], [1, 2], steps=2)
+    launch = rt.launcher(lambda step: None, 2)
+    assert [launch(step) for step in range(2)] == [run, run + 1]
+    rt.finish()
+    rt.executed_hash()  # of counters that have grown with the epoch
+    assert len(rt.tokens_of(run + 1).tokens) and not library.graphs
+
+
+@pytest.mark.parametrize("run", [0, 2])
+def test_graphs_that_are_not_run_end_and_count_no_more(
+    graphed: GraphedLaunches, fake_device: FakeLibrary, run: int
+) -> None:
+    """With the next launcher or program; a wait for what has run leaves them."""
+    launch = graphed.launcher(lambda step: None, 5)
+    for step in range(run):
+        launch(step)
+    graphed.finish()
+    assert len(fake_device.graphs) == 5 - run and graphed.launched == 5
+    graphed.launcher(lambda step: None, 0)
+    as_it_would_be_without(graphed, fake_device, run)
+    graphed.set_sequences([5, 70], [1, 2], steps=8)
+    graphed.launcher(lambda step: None, 5)
+    assert graphed.program is not None
+    graphed.load(graphed.program)
+    assert not fake_device.graphs and (graphed.launched, graphed.epoch) == (run + 2, 0)
+
+
+@pytest.mark.parametrize("fault", ["tell", "launch", "capture", "upload"])
+def test_making_graphs_that_fails_leaves_none(
+    graphed: GraphedLaunches, fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    def tell(step: int) -> None:
+        if step < 3:
+            return
+        if fault == "tell":
+            raise ValueError("no such step")
+        if fault == "launch":
+            broken.setattr(fake_device, "mk_launch_parts", lambda *_: 7)
+        else:
+            end = fake_device.mk_capture_end
+            done = end if fault == "upload" else lambda stream, graph: setattr(fake_device, "_capturing", None)
+            broken.setattr(fake_device, "mk_capture_end", lambda stream, graph: (done(stream, graph), 901)[1])
+
+    with (
+        monkeypatch.context() as broken,
+        pytest.raises((ValueError, MkError), match="no such step|error 7|error 901"),
+    ):
+        graphed.launcher(tell, 5)
+    as_it_would_be_without(graphed, fake_device, 0)
+
+
+def test_a_graph_that_is_refused_and_one_that_gives_up_end_with_the_others(
+    graphed: GraphedLaunches, fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = graphed.launcher(lambda step: None, 5)
+    launch(0)
+    with monkeypatch.context() as refusing:
+        refusing.setattr(fake_device, "mk_graph_launch", lambda graph, stream: 700)
+        with pytest.raises(MkError, match="error 700"):
+            launch(1)
+
+    def gives_up(rt: Runtime, step: int) -> None:
+        rt["stalls"][2] = torch.tensor([1, 1, 1, 0, 3, 0, 9, 8], dtype=torch.int32)
+        rt["abort_word"][0] = 3
+
+    fake_device.fault = gives_up
+    launch(1)
+    seen: list[int] = []
+    monkeypatch.setattr(WaveLaunches, "_given_up", lambda rt, stalls: (seen.append(rt.epoch), rt.program, [])[1:])
+    monkeypatch.setattr("mk.runtime.describe_stall", lambda *_: "as told")
+    with pytest.raises(StepAborted, match="as told"):
+        graphed.finish()
+    assert seen == [2**32] and not fake_device.graphs and graphed.launched == 2
+
+
 def test_a_part_is_three_pointers() -> None:
     assert [name for name, _ in StepPart._fields_] == ["words", "offsets", "counters", "trace"]
     whole = program(2, placement="round_robin")
