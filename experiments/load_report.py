@@ -1,4 +1,7 @@
-"""Rows of loaded servers, a table of them, and the ratio of one engine to another that generated as much."""
+"""Rows of loaded servers, a table of them, and the ratio of one engine to another that generated as much.
+
+Each engine is measured once, ours before vLLM's: a ratio is of one pass each, and has no interval.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from mk.rows import Row
 from mk.runs import RunFolder
 
 BAR = 1.25  # ours by vLLM's average decode throughput, of requests that run beside each other
+ONCE = "one pass each, ours first: no interval"
 Measure = Callable[["Engine"], None]
 
 
@@ -138,7 +142,7 @@ def table(rows: Sequence[Row]) -> str:
             lines.append(f"{row.workload}: no ratio, the engines did not take and generate as many tokens")
             continue
         verdict = f", {'' if row.ratio >= BAR else 'NOT '}at least {BAR}" if row.agent is None else ""
-        lines.append(f"{row.workload}: {row.ratio:.3f} x vLLM's tokens a second{verdict}")
+        lines.append(f"{row.workload}: {row.ratio:.3f} x vLLM's tokens a second{verdict} ({ONCE})")
     if theirs:
         names = ("version", "attention_backend", "moe_backend", "moe_table", "graph_mode", "compile_mode")
         said = ", ".join(f"{name} {getattr(theirs[0], name) or 'not said'}" for name in names)
