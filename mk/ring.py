@@ -1,4 +1,4 @@
-"""The kernel's rings in shared memory as csrc/ has them: of 8 KB slots (shared.cuh, gemm.cuh), of tasks (trace.cuh)."""
+"""The kernel's rings in shared memory as csrc/ has them, of 8 KB slots and of tasks (shared.cuh, gemm.cuh)."""
 
 from __future__ import annotations
 

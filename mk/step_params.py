@@ -63,7 +63,7 @@ HOST_STEP = np.dtype(
         "itemsize": 128,
     }
 )
-"""`HostStep` of params.cuh."""
+"""`HostStep` of host_step.cuh."""
 
 
 def pack_sampling(rows: Sequence[SamplingParams], vocab: int) -> npt.NDArray[np.void]:

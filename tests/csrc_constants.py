@@ -1,4 +1,4 @@
-"""The integer constants of csrc/, read from its text."""
+"""The integer constants of csrc/ and the fields of its structs, read from its text."""
 
 from __future__ import annotations
 
@@ -19,3 +19,11 @@ def constants() -> dict[str, int]:
                 if re.fullmatch(r"[\w\s*+()-]+", expression):
                     found[name] = eval(expression, {}, found)
     return found
+
+
+def fields(file: str, struct: str) -> list[str]:
+    """Names of a struct's fields, in order."""
+    begin = rf"struct (?:alignas\(\d+\) )?{struct} {{"
+    (body,) = re.findall(rf"{begin}(.*?)^}};", (CSRC / file).read_text(), re.MULTILINE | re.DOTALL)
+    body = re.sub(r"//.*", "", body)
+    return re.findall(r"(\w+)(?:\[[^]]*\])?[,;]", body)

@@ -23,6 +23,7 @@ from mk.native_loop import RECORD, LoopRun, LoopState
 from mk.programs import Plan
 from mk.sampling import SamplingParams, sample_row
 from mk.splits import SplitPolicy
+from tests.csrc_constants import constants, fields
 from tests.device_rig import FakeLibrary, fake_build, fake_device, next_logits
 from tests.interpreter_rig import GEOMETRY, weights
 from tests.loop_rig import compiled
@@ -99,15 +100,13 @@ def test_both_sides_mean_the_same() -> None:
     names = re.findall(r"^  ([A-Z]+),", text[text.index("enum Parked") :], re.MULTILINE)
     assert names == [*(reason.name for reason in Parked), "CROWDED"]
 
-    def fields(struct: str) -> list[str]:
-        body = re.sub(r"//.*", "", text[text.index(f"struct {struct} {{") :].split("};")[0])
-        return re.findall(r"(\w+)(?:\[[^]]*\])?[,;]", body)
-
-    assert fields("LoopRun") == [name for name, _ in LoopRun._fields_]
-    assert fields("LoopState") == [name for name, _ in LoopState._fields_]
-    assert fields("StepRecord") == list(RECORD.names or ())
-    # no padding that one side has and the other has not
-    assert RECORD.itemsize == 16 + 2 * 4 * 8 and ctypes.sizeof(LoopRun) == 16 + 4 + 3 * 32 + 36 + 8
+    assert fields("decode_loop.cuh", "LoopRun") == [name for name, _ in LoopRun._fields_]
+    assert fields("decode_loop.cuh", "LoopState") == [name for name, _ in LoopState._fields_]
+    assert fields("decode_loop.cuh", "StepRecord") == list(RECORD.names or ())
+    # rows as many as a step has, and no padding that one side has and the other has not
+    rows = constants()["MAX_ROWS"]
+    assert not re.search(r"\[\d+\]", text + (CSRC / "host_step.cuh").read_text())
+    assert RECORD.itemsize == 16 + 2 * 4 * rows and ctypes.sizeof(LoopRun) == 16 + 4 + 4 * (4 * rows + 1) + 8
     assert ctypes.sizeof(LoopState) == 16
 
 

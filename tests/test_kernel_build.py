@@ -35,14 +35,16 @@ from mk.errors import MkError
 from mk.interpreter import Status
 from mk.isa import DESCRIPTOR_WORDS, ISA, NONE, Buffer, Flag, Word
 from mk.kv import PAGE
+from mk.launches import StepPart
 from mk.model.geometry import PRESETS, SLOT_BYTES, Geometry
 from mk.model.opening import NANO
 from mk.noise import MASS_BITS
 from mk.ring import ENTRIES, MIN_WINDOW, RING_SLOTS, UNSAFE_SLOTS
 from mk.runtime import DELAYS
+from mk.schedule.simulator.work import Ring
 from mk.shortlist import BINS
 from mk.splits import SplitPolicy
-from tests.csrc_constants import constants
+from tests.csrc_constants import constants, fields
 
 GEOMETRIES = {"nano": Geometry.from_hf_config(NANO), "north_mini_code": PRESETS["north_mini_code"]}
 SHARED_BYTES = {"nano": 225_880, "north_mini_code": 225_880}  # of a block; an SM has 232,448 for it
@@ -160,7 +162,7 @@ def test_the_generated_header_is_the_instruction_set(libraries: dict[str, Librar
 
 
 def test_constants_written_on_both_sides_agree() -> None:
-    found = constants()
+    found, small = constants(), Ring()
     expected = {
         "PAGE": PAGE,
         "SLOT_BYTES": SLOT_BYTES,
@@ -172,6 +174,7 @@ def test_constants_written_on_both_sides_agree() -> None:
         "ENTRIES": ENTRIES,
         "COPY_BYTES": SLOT_BYTES,
         "PRODUCER_LANES": MIN_WINDOW,
+        "TILES_RING": small.tiles,
         "OWNED": step_params.OWNED,
         "HOST_STEPS": step_params.HOST_STEPS,
         "BINS": BINS,
@@ -181,6 +184,12 @@ def test_constants_written_on_both_sides_agree() -> None:
         "STATUS_EXPERT_ID": Status.EXPERT_ID,
     }
     assert {name: found.get(name) for name in expected} == expected
+    assert (small.slots, small.lanes, small.entries) == (RING_SLOTS, MIN_WINDOW, ENTRIES)
+    assert fields("host_step.cuh", "HostStep") == list(step_params.HOST_STEP.names or ())
+    assert fields("params.cuh", "RowSampling") == list(step_params.ROW_SAMPLING.names or ())
+    stalls = step_params.buffer_shapes(GEOMETRIES["nano"], SplitPolicy(), 1)["stalls"][1]
+    assert len(fields("params.cuh", "StallRecord")) == stalls[1]
+    assert fields("launches.cuh", "StepPart") == [name for name, _ in StepPart._fields_]
 
 
 def test_geometry_constants_are_those_of_the_full_model() -> None:

@@ -16,8 +16,6 @@
 
 #include "host_step.cuh"
 
-constexpr int LOOP_ROWS = 8;
-
 // Why a loop is parked, in order of precedence; mk/decode_loop.py has the same.
 enum Parked : int {
   RUNNING,
@@ -37,10 +35,10 @@ enum Parked : int {
 struct LoopRun {
   uint64_t first, steps;      // steps: at most
   int32_t rows;
-  int32_t keys[LOOP_ROWS];    // contexts of the first step, its token included; 0: inactive row
-  int32_t held[LOOP_ROWS];    // contexts that the row's pages cover
-  int32_t budget[LOOP_ROWS];  // tokens the row may yet get
-  int32_t ends_at[LOOP_ROWS + 1];
+  int32_t keys[MAX_ROWS];     // contexts of the first step, its token included; 0: inactive row
+  int32_t held[MAX_ROWS];     // contexts that the row's pages cover
+  int32_t budget[MAX_ROWS];   // tokens the row may yet get
+  int32_t ends_at[MAX_ROWS + 1];
   const int32_t* ends;        // those of row r, ascending: ends[ends_at[r]] .. ends[ends_at[r + 1]]
 };
 
@@ -48,7 +46,7 @@ struct LoopRun {
 struct StepRecord {
   uint64_t number;
   int64_t started_ns;  // by the card's clock since the first launch of all; -1: unknown
-  int32_t tokens[LOOP_ROWS], status[LOOP_ROWS];
+  int32_t tokens[MAX_ROWS], status[MAX_ROWS];
 };
 
 // launches: of the run. code: the card's error, where that is why it is parked.
@@ -98,7 +96,7 @@ class DecodeLoop {
     card_->load(params);
     run_ = run;
     ends_.assign(run.ends, run.ends + run.ends_at[run.rows]);
-    for (int row = 0; row < LOOP_ROWS; ++row) {
+    for (int row = 0; row < MAX_ROWS; ++row) {
       live_[row] = row < run.rows && run.keys[row] > 0;
       held_[row] = run.held[row];
     }
@@ -188,7 +186,7 @@ class DecodeLoop {
     if (next_ - run_.first >= run_.steps) return STEPS;
     const auto done = static_cast<int64_t>(next_ - run_.first);
     Parked found = RUNNING;
-    for (int row = 0; row < LOOP_ROWS; ++row) {
+    for (int row = 0; row < MAX_ROWS; ++row) {
       if (!live_[row]) continue;
       if (done >= run_.budget[row]) return BUDGET;
       if (run_.keys[row] + done > held_[row]) found = ROOM;
@@ -229,7 +227,7 @@ class DecodeLoop {
     StepRecord& record = records_[tail_ % records_.size()];
     record.number = seen_;
     record.started_ns = card_->started_ns();
-    for (int row = 0; row < LOOP_ROWS; ++row) {
+    for (int row = 0; row < MAX_ROWS; ++row) {
       record.tokens[row] = -1, record.status[row] = 0;
       if (!live_[row]) continue;
       record.status[row] = step.status[row];
@@ -284,7 +282,7 @@ class DecodeLoop {
   // The run's, and the loop's alone while it is not parked.
   LoopRun run_{};
   std::vector<int32_t> ends_;
-  bool live_[LOOP_ROWS]{};
+  bool live_[MAX_ROWS]{};
   uint64_t seen_ = 0, next_ = 0;  // launches whose tokens were read, and all
   Parked settled_ = RUNNING;      // what parks this run whatever comes
   int code_ = 0;
@@ -295,7 +293,7 @@ class DecodeLoop {
   std::vector<StepRecord> records_;
   std::atomic<uint64_t> head_{0}, tail_{0};
   std::atomic<bool> reader_waits_{false}, loop_waits_{false}, asked_{false};
-  std::atomic<int> held_[LOOP_ROWS]{};
+  std::atomic<int> held_[MAX_ROWS]{};
   std::atomic<int> parked_{ASKED};
   bool stopping_ = false, ended_ = false;
   std::mutex mutex_;

@@ -12,7 +12,7 @@ DEVICE uint32_t smem_addr(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// ---- mbarriers --------------------------------------------------------------------------------------------------
+// ---- barriers ---------------------------------------------------------------------------------------------------
 
 using Barrier = uint64_t;
 
@@ -54,15 +54,6 @@ DEVICE bool barrier_test(Barrier* b, uint32_t parity) {
 }
 DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;"); }
 
-// ---- programmatic dependent launch -------------------------------------------------------------------------------
-
-// The next launch on the stream may begin where SMs are free, once every block of this one has said so or ended.
-DEVICE void let_dependents_launch() { asm volatile("griddepcontrol.launch_dependents;"); }
-// Waits until the launches before this one have ended; what they stored is visible then.
-DEVICE void await_launches() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// ---- bulk copies ------------------------------------------------------------------------------------------------
-
 // The first THREADS threads of the block meet; whether all of them came with `vote`.
 template <int THREADS>
 DEVICE bool block_meets(bool vote) {
@@ -74,6 +65,15 @@ DEVICE bool block_meets(bool vote) {
       : "memory");
   return all;
 }
+
+// ---- programmatic dependent launch -------------------------------------------------------------------------------
+
+// The next launch on the stream may begin where SMs are free, once every block of this one has said so or ended.
+DEVICE void let_dependents_launch() { asm volatile("griddepcontrol.launch_dependents;"); }
+// Waits until the launches before this one have ended; what they stored is visible then.
+DEVICE void await_launches() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// ---- bulk copies ------------------------------------------------------------------------------------------------
 
 // Generic-proxy accesses of this CTA's shared memory before, async-proxy accesses after.
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -1,6 +1,8 @@
 // Shared memory of an SM: the ring that every operation streams through, and the small rings between the roles.
 #pragma once
 #include "params.cuh"
+
+constexpr int ENTRIES = 16;  // task ring; a trace has a place beside each
 #include "trace.cuh"
 
 constexpr int CONSUMERS = 8;  // warps that multiply
@@ -25,7 +27,6 @@ constexpr int COPY_BYTES = MK_COPY_BYTES;
 constexpr int PRODUCER_LANES = 4;  // slots that are issued at once
 constexpr int TILES_RING = 4;   // partial tiles between consumers and storer
 constexpr int CHUNK = 16;       // descriptors fetched at once
-constexpr int MAX_ROWS = 8;
 constexpr int OWNED = 4;        // residual strips an SM may own
 constexpr int KEYS_CHUNK = 128;  // keys that attention handles at once: one 16-key strip a warp
 constexpr int MAX_STRIDE = (SPLIT_STRIDE + 31) / 32 * 32;  // splits of a head that combine has room for

@@ -10,8 +10,6 @@
 #pragma once
 #include "params.cuh"
 
-constexpr int ENTRIES = 16;  // task ring
-
 enum TraceWord : int {
   T_OPCODE,     // record 0: the SM that the block is on
   T_LAYER,      // record 0: low word of the card's clock at the SM's start, ns

@@ -35,8 +35,8 @@ struct Faults {
 
 // The host's side of a batch: what the card starts from, and what rows have been granted.
 struct Batch {
-  int rows = 0, keys[LOOP_ROWS]{}, tokens[LOOP_ROWS]{};
-  std::atomic<int> granted[LOOP_ROWS]{};
+  int rows = 0, keys[MAX_ROWS]{}, tokens[MAX_ROWS]{};
+  std::atomic<int> granted[MAX_ROWS]{};
 };
 
 class FakeCard final : public Card {
@@ -54,7 +54,7 @@ class FakeCard final : public Card {
   }
   void load(const void* params) override {
     batch_ = static_cast<const Batch*>(params);
-    for (int row = 0; row < LOOP_ROWS; ++row) keys_[row] = batch_->keys[row], tokens_[row] = batch_->tokens[row];
+    for (int row = 0; row < MAX_ROWS; ++row) keys_[row] = batch_->keys[row], tokens_[row] = batch_->tokens[row];
     queued_ = 0;
   }
   void attach() override { loop_ = std::this_thread::get_id(); }
@@ -81,7 +81,7 @@ class FakeCard final : public Card {
   void run() {
     int done = 0;
     const Batch* batch = nullptr;
-    int keys[LOOP_ROWS], tokens[LOOP_ROWS];  // the device's own: it is steps behind the launches
+    int keys[MAX_ROWS], tokens[MAX_ROWS];  // the device's own: it is steps behind the launches
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       work_.wait(lock, [this] { return over_ || !queue_.empty(); });
@@ -93,7 +93,7 @@ class FakeCard final : public Card {
       }
       if (batch != batch_) batch = batch_, done = 0;
       if (!done)
-        for (int row = 0; row < LOOP_ROWS; ++row) keys[row] = keys_[row], tokens[row] = tokens_[row];
+        for (int row = 0; row < MAX_ROWS; ++row) keys[row] = keys_[row], tokens[row] = tokens_[row];
       ++done;
       const int us = faults_.slow_us ? draw(random_, 0, faults_.slow_us) : 0;
       lock.unlock();
@@ -119,7 +119,7 @@ class FakeCard final : public Card {
   Random random_;
   const Faults faults_;
   const Batch* batch_ = nullptr;
-  int keys_[LOOP_ROWS]{}, tokens_[LOOP_ROWS]{}, queued_ = 0;
+  int keys_[MAX_ROWS]{}, tokens_[MAX_ROWS]{}, queued_ = 0;
   int64_t asked_ = 0;
   std::thread::id loop_;
   std::mutex mutex_;
@@ -175,13 +175,13 @@ struct Rig {
 
 // Every row's tokens follow one another, row 0's until it ends; numbers and times ascend without a gap.
 void check_streams(const Batch& batch, const std::vector<StepRecord>& records, uint64_t first, const std::vector<int32_t>& ends) {
-  int tokens[LOOP_ROWS], keys[LOOP_ROWS];
-  bool live[LOOP_ROWS];
+  int tokens[MAX_ROWS], keys[MAX_ROWS];
+  bool live[MAX_ROWS];
   for (int row = 0; row < batch.rows; ++row) tokens[row] = batch.tokens[row], keys[row] = batch.keys[row], live[row] = true;
   for (size_t i = 0; i < records.size(); ++i) {
     CHECK(records[i].number == first + i);
     CHECK(i == 0 || records[i].started_ns == records[i - 1].started_ns + 1);
-    for (int row = 0; row < LOOP_ROWS; ++row) {
+    for (int row = 0; row < MAX_ROWS; ++row) {
       if (row >= batch.rows || !live[row]) {
         CHECK(records[i].tokens[row] == -1 && records[i].status[row] == 0);
         continue;
@@ -204,7 +204,7 @@ void runs(Random& random, int rounds) {
   Rig rig(slots, ahead, capacity, random(), slow);
   std::map<int, int> reasons;
   for (int round = 0; round < rounds; ++round) {
-    const int rows = draw(random, 1, LOOP_ROWS), keys = draw(random, 1, 90);
+    const int rows = draw(random, 1, MAX_ROWS), keys = draw(random, 1, 90);
     const uint64_t steps = draw(random, 0, 3) ? ANY : draw(random, 0, 12);
     const int budget = draw(random, 0, 40);
     const std::vector<int32_t> ends = draw(random, 0, 2) ? std::vector<int32_t>{} : std::vector<int32_t>{3, 50, 51, 52, 90};
