@@ -3,8 +3,8 @@
 As many requests as there are slots begin together; each generates some tokens more than the one before. The scheduler
 runs on its thread as in the server, without HTTP and without a prefix cache. Arms run in turn, forwards then backwards:
 with every batch size of `server.batches`, with `server.slots` alone, and the first again. A round is timed from its
-first step to its last, prompts apart, by the card's clock (on a CPU by the host's). All must give the same tokens: what
-a row gets depends on no batch size.
+first step to its last, prompts apart, by the card's clock (on a CPU by the host's). All must give the same tokens,
+drawn ones too: what a row gets depends on no batch size.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from experiments.arms import effect
 from experiments.prompts import sample_prompts
 from experiments.served_rig import Bench, engine_fields, opened, require_context
+from experiments.unread import require_router
 from mk.config import Config
 from mk.cuda_engine import CudaEngine
 from mk.engines import require_engine
@@ -34,7 +35,7 @@ def main(cfg: Config) -> int:
     check(cfg)
     with opened(cfg) as (core, tokenizer):
         prompts = sample_prompts(tokenizer, [settings.context] * cfg.server.slots)
-        with Bench(core) as bench, RunFolder.create(cfg) as run:
+        with Bench(cfg, core) as bench, RunFolder.create(cfg) as run:
             rows = append(cfg, run, bench, measured(bench, prompts, settings.stagger, settings.rounds))
             for row in rows:
                 print(line(row), flush=True)
@@ -46,6 +47,7 @@ def main(cfg: Config) -> int:
 def check(cfg: Config) -> None:
     """Refuses what cannot be compared, before anything is loaded."""
     settings, server = cfg.experiment, cfg.server
+    require_router(cfg)
     require_engine(cfg, server.slots)
     if len(server.sizes) < 2:
         hint = "server.slots=2 'server.batches=[1]'" if server.slots == 1 else "'server.batches=[1]'"

@@ -26,7 +26,7 @@ from experiments.device_clock import queued
 from experiments.device_weights import HeldWeights, hold_weights
 from experiments.forced_routing import distinct_experts, forced_ids
 from experiments.kernel_checks import Outcome, fill, run_checks
-from experiments.opening import make_runtime
+from experiments.opening import make_runtime, sampling_of
 from experiments.settings import DecodeThroughput
 from mk.build import DEPENDENT_LAUNCH, ZERO_WAIT_DEFINE, Library, build_for
 from mk.config import Config
@@ -253,9 +253,8 @@ def check_context(cfg: Config) -> None:
 
 
 def configured_sampling(cfg: Config, rows: int) -> list[SamplingParams]:
-    """The configured parameters, each row with a seed of its own."""
-    s = cfg.sampling
-    return [SamplingParams(s.temperature, s.top_k, s.top_p, (s.seed + row) % 2**64) for row in range(rows)]
+    """The configured parameters of each row."""
+    return [sampling_of(cfg, row) for row in range(rows)]
 
 
 def open_runtime(

@@ -59,15 +59,18 @@ def longest_of(workload: Workload, seed: int) -> int:
 
 def request(rng: np.random.Generator, prompt: int, tokens: int, vocab: int, sampling: SamplingParams) -> dict[str, Any]:
     """Without a seed: one makes vLLM draw row by row."""
-    cuts: dict[str, float] = {"top_k": sampling.top_k} if sampling.top_k else {}
-    cuts |= {"top_p": sampling.top_p} if sampling.top_p < 1 else {}
     return {
         "prompt": rng.integers(FIRST_TOKEN, vocab, prompt).tolist(),
         "max_tokens": tokens,
         "ignore_eos": True,
-        "temperature": sampling.temperature,
-        **cuts,
+        **asked_sampling(sampling),
     }
+
+
+def asked_sampling(sampling: SamplingParams) -> dict[str, float]:
+    """Fields of a request, but for the seed; what is off is left out."""
+    cuts = {"top_k": sampling.top_k} if sampling.top_k else {}
+    return {"temperature": sampling.temperature, **cuts, **({"top_p": sampling.top_p} if sampling.top_p < 1 else {})}
 
 
 def digest(asked: Sequence[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""What experiments on the kernel share: the machine that is tested, its plan, its runtime."""
+"""What experiments on the kernel share: the machine that is tested, its plan, its runtime, how tokens are chosen."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mk.launches import RUNTIMES
 from mk.model.packing import PackedWeights
 from mk.programs import Plan
 from mk.runtime import Runtime
+from mk.sampling import SamplingParams
 
 
 def machine_under_test(cfg: Config, rows: int) -> str:
@@ -28,6 +29,12 @@ def machine_under_test(cfg: Config, rows: int) -> str:
 def plan_for(cfg: Config, engine: str) -> Plan:
     """The configured plan, the kernel's on the card that is here."""
     return card_plan(cfg) if engine == "cuda" else Plan.from_config(cfg)
+
+
+def sampling_of(cfg: Config, row: int = 0) -> SamplingParams:
+    """The configured parameters; each row has a seed of its own."""
+    s = cfg.sampling
+    return SamplingParams(s.temperature, s.top_k, s.top_p, (s.seed + row) % 2**64)
 
 
 def make_runtime(

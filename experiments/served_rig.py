@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from experiments.opening import sampling_of
 from mk.config import Config
 from mk.cuda_engine import CudaEngine
 from mk.decode_loop import DecodeLoop, LoopStep, Run
@@ -24,6 +25,7 @@ from mk.errors import MkError
 from mk.model.opening import open_model
 from mk.model.tokenizer import Tokenizer
 from mk.rows import dtype_of
+from mk.sampling import SamplingParams
 from mk.server.launch import build_service
 from prefill.chunks import Prompt
 
@@ -56,16 +58,16 @@ def engine_fields(cfg: Config, engine: PagedEngine) -> dict[str, Any]:
 
 
 class Asked:
-    """A greedy request that runs to `max_tokens`, its tokens, and when the host had each, in seconds."""
+    """A request that runs to `max_tokens`, its tokens, and when the host had each, in seconds."""
 
-    def __init__(self, name: str, prompt: Sequence[int], max_tokens: int) -> None:
+    def __init__(self, name: str, prompt: Sequence[int], max_tokens: int, sampling: SamplingParams) -> None:
         self.tokens: list[int] = []
         self.times: list[float] = []
         self.asked = time.perf_counter()
         self._news = threading.Condition()
         self._finished = False
         self._error: str | None = None
-        self.request = Request(name, list(prompt), GenerationParams(max_tokens, ignore_eos=True), self._take)
+        self.request = Request(name, list(prompt), GenerationParams(max_tokens, sampling, ignore_eos=True), self._take)
 
     def _take(self, delivery: Delivery) -> None:
         now = time.perf_counter()
@@ -138,8 +140,8 @@ class Watched:
 class Bench:
     """A core without a cache on its thread, and its engine watched."""
 
-    def __init__(self, core: Core) -> None:
-        self.engine, self.core = core.engine, core
+    def __init__(self, cfg: Config, core: Core) -> None:
+        self.engine, self.core, self.cfg = core.engine, core, cfg
         self.loop = self.engine.loop = Watched(self.engine.loop)
         compute = self.engine.prefill_together
 
@@ -159,8 +161,9 @@ class Bench:
         self.core.policy = dataclasses.replace(self.core.policy, **changes)
 
     def ask(self, prompts: Sequence[Sequence[int]], tokens: Sequence[int], name: str = "row") -> list[Asked]:
-        """Queues a request a prompt, in one go."""
-        asked = [Asked(f"{name} {i}", *each) for i, each in enumerate(zip(prompts, tokens, strict=True))]
+        """Queues a request a prompt, in one go; the i-th one is sampled as row i is."""
+        rows = enumerate(zip(prompts, tokens, strict=True))
+        asked = [Asked(f"{name} {i}", *each, sampling_of(self.cfg, i)) for i, each in rows]
         self.worker.submit(*(one.request for one in asked))
         return asked
 

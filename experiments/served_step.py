@@ -14,10 +14,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from experiments.device_clock import queued
+from experiments.opening import sampling_of
 from experiments.prompts import sample_prompts
 from experiments.served_report import Report
 from experiments.served_rig import Asked, Bench, Ran, opened, require_context
 from experiments.settings import ServedStep
+from experiments.unread import require_router
 from mk.config import Config
 from mk.cuda_engine import CudaEngine
 from mk.engines import PagedEngine, require_engine
@@ -26,7 +28,6 @@ from mk.runs import RunFolder
 from mk.sampling import SamplingParams, sample_row
 from mk.step_params import HOST_STEPS
 
-GREEDY = SamplingParams()
 NEWCOMER_TOKENS = 8
 SETTLED_TOKENS = 8  # that every request has before another one enters
 STAGGER = 6  # steps from one request's end to the next one's
@@ -40,7 +41,7 @@ def main(cfg: Config) -> int:
     with opened(cfg) as (core, tokenizer):
         slots, longest = cfg.server.slots, max(settings.context, settings.prompt)
         prompts = sample_prompts(tokenizer, [longest] * (slots + 1))
-        with Bench(core) as bench, RunFolder.create(cfg) as run:
+        with Bench(cfg, core) as bench, RunFolder.create(cfg) as run:
             report = Report(cfg, run, bench.engine)
             begin = settings.context - settings.steps // settings.rounds // 2
             for batch in settings.batches:
@@ -62,6 +63,7 @@ def main(cfg: Config) -> int:
 def check(cfg: Config) -> None:
     """Refuses what cannot be measured, before anything is loaded."""
     settings, server = cfg.experiment, cfg.server
+    require_router(cfg)
     require_engine(cfg, server.slots)
     if max(settings.batches) > server.slots or any(batch not in server.sizes for batch in settings.batches):
         raise MkError(
@@ -89,6 +91,7 @@ def steps_of(
 ) -> tuple[list[float], list[float], bool]:
     """Milliseconds of served and of own steps, and whether both gave the same tokens. The first round warms up."""
     steps, rows = settings.steps // settings.rounds, len(prompts)
+    sampling = [sampling_of(bench.cfg, row) for row in range(rows)]
     served: list[float] = []
     own: list[float] = []
     same = True
@@ -96,7 +99,7 @@ def steps_of(
         pair: dict[str, list[list[int]]] = {}
         for arm in ("served", "own") if number % 2 else ("own", "served"):
             if arm == "own":
-                times, pair[arm] = own_steps(bench.engine, prompts, steps)
+                times, pair[arm] = own_steps(bench.engine, prompts, steps, sampling)
                 own += times if number else []
             else:
                 # the first token comes with the prompt, and between the starts of n + 1 steps lie n times
@@ -107,45 +110,47 @@ def steps_of(
     return served, own, same
 
 
-def own_steps(engine: PagedEngine, prompts: Sequence[Sequence[int]], steps: int) -> tuple[list[float], list[list[int]]]:
+def own_steps(
+    engine: PagedEngine, prompts: Sequence[Sequence[int]], steps: int, sampling: Sequence[SamplingParams]
+) -> tuple[list[float], list[list[int]]]:
     """Milliseconds from start to start of `steps` steps after the prompts, without a scheduler, and all tokens."""
-    first = [sample_row(engine.prefill(row, prompt), GREEDY, len(prompt)) for row, prompt in enumerate(prompts)]
+    first = [sample_row(engine.prefill(row, prompt), sampling[row], len(prompt)) for row, prompt in enumerate(prompts)]
     keys = [len(prompt) + 1 for prompt in prompts]
     if isinstance(engine, CudaEngine):
-        times, sampled = _kernel_steps(engine, first, keys, steps + 1)
+        times, sampled = _kernel_steps(engine, first, keys, steps + 1, sampling)
     else:
-        times, sampled = _single_steps(engine, first, keys, steps + 1)
+        times, sampled = _single_steps(engine, first, keys, steps + 1, sampling)
     for row in range(len(prompts)):
         engine.free(row)
     return times, [[token, *more] for token, more in zip(first, sampled.T.tolist(), strict=True)]
 
 
 def _kernel_steps(
-    engine: CudaEngine, tokens: Sequence[int], keys: Sequence[int], steps: int
+    engine: CudaEngine, tokens: Sequence[int], keys: Sequence[int], steps: int, sampling: Sequence[SamplingParams]
 ) -> tuple[list[float], np.ndarray]:
     """The kernel's launches as decode_throughput times them, queued as far ahead as they go; of all but the last."""
     runtime = engine.runtime
     for row, length in enumerate(keys):
         engine.pages.reserve(row, length + steps - 1, since=length - 1)
-    program = engine.programs[len(keys)].fit(engine.program, max(keys) + steps, False)
+    program = engine.programs[len(keys)].fit(engine.program, max(keys) + steps, not sampling[0].greedy)
     if program is not engine.program:
         runtime.load(program)
     runtime.set_tables(engine.pages.table.table)
-    runtime.set_sequences(keys, tokens, steps)
+    runtime.set_sequences(keys, tokens, steps, sampling)
     launches: list[int] = []
     times, _ = queued(lambda step: launches.append(runtime.launch()), steps, runtime.finish, runtime.stream)
     return times[:-1], np.array([runtime.tokens_of(launch).tokens for launch in launches])
 
 
 def _single_steps(
-    engine: PagedEngine, tokens: Sequence[int], keys: Sequence[int], steps: int
+    engine: PagedEngine, tokens: Sequence[int], keys: Sequence[int], steps: int, sampling: Sequence[SamplingParams]
 ) -> tuple[list[float], np.ndarray]:
     """Of an engine without a card, one after the other."""
     started, sampled = [], []
     for step in range(steps):
         started.append(time.perf_counter())
         grown = [length + step for length in keys]
-        sampled.append(engine.step(tokens if step == 0 else None, grown, [GREEDY] * len(keys)).tokens)
+        sampled.append(engine.step(tokens if step == 0 else None, grown, sampling).tokens)
     return (np.diff(started) * 1e3).tolist(), np.array(sampled)
 
 

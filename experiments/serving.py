@@ -14,11 +14,11 @@ from experiments import load
 from experiments.console import progress
 from experiments.device_weights import open_weights
 from experiments.load_report import Engine, check_engines, measure_engines
+from experiments.opening import sampling_of
 from mk.config import Config
 from mk.device import card_state
 from mk.errors import MkError
 from mk.runs import RunFolder
-from mk.sampling import SamplingParams
 
 
 def main(cfg: Config) -> int:
@@ -36,9 +36,8 @@ def main(cfg: Config) -> int:
 
 def measure(cfg: Config, engine: Engine) -> None:
     """A row of each workload, after a warming."""
-    settings, parallel, sampled = cfg.experiment, cfg.batch.size, cfg.sampling
+    settings, parallel, sampling = cfg.experiment, cfg.batch.size, sampling_of(cfg)
     vocab = open_weights(cfg, torch.device("cpu")).geometry.vocab
-    sampling = SamplingParams(sampled.temperature, sampled.top_k, sampled.top_p, sampled.seed)
     for name in settings.workloads:
         workload = getattr(settings, name)
         asked = load.bodies(workload, vocab, settings.seed, sampling)

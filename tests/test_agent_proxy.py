@@ -17,6 +17,7 @@ from experiments.agents.task import sampling
 from experiments.agents.trace import Trace
 from experiments.load_client import Answer
 from mk.rows import Row, read_raw
+from mk.sampling import SamplingParams
 from tests.agent_tasks import RANGES
 from tests.promotion import committed, repository
 from tests.test_agent_tasks import FIRST, ONE, orders, served, transcript, tried, write
@@ -195,5 +196,5 @@ def test_a_trace_is_the_longest_conversation() -> None:
     trace = Trace.record("of", [title, one, two, cut, other])
     assert trace is not None and [len(turn.given) for turn in trace.turns] == [2, 1]
     assert [turn.said["content"] for turn in trace.turns] == ["one", "two"] and trace.tools == [{"type": "function"}]
-    assert trace.bodies(1, 0)[1]["messages"] == two.body["messages"]
+    assert trace.bodies(1, SamplingParams())[1]["messages"] == two.body["messages"]
     assert Trace.record("none", [cut]) is None

@@ -15,6 +15,7 @@ from experiments.agents.trace import Trace
 from mk.compose import load_config
 from mk.errors import MkError
 from mk.rows import read_rows
+from mk.sampling import SamplingParams
 from tests.promotion import committed, folder_of, repository, require_kept
 from tests.server_rig import serving
 from tests.small_runs import SERVED
@@ -53,7 +54,7 @@ def short(folder: Path) -> str:
 
 def test_each_request_holds_the_recorded_turns_before_it() -> None:
     trace = Trace.load(BUNDLED)
-    asked = trace.bodies(0.5, 0.0)
+    asked = trace.bodies(0.5, SamplingParams())
     assert len(asked) == len(trace.turns) == 9
     for turn, before, after in zip(trace.turns, asked, asked[1:], strict=False):
         assert after["messages"][: len(before["messages"]) + 1] == [*before["messages"], turn.said]
@@ -66,6 +67,20 @@ def test_each_request_holds_the_recorded_turns_before_it() -> None:
     # as a template that counts them has them, so that every engine renders the same prompt
     assert [call["id"] for call in calls] == [str(number) for number in range(8)]
     assert [message["tool_call_id"] for message in last if message["role"] == "tool"] == [call["id"] for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "sent"),
+    [
+        (SamplingParams(), {"temperature": 0.0}),
+        (SamplingParams(1.0, seed=7), {"temperature": 1.0, "seed": 7}),
+        (SamplingParams(0.5, 40, 0.9, 3), {"temperature": 0.5, "top_k": 40, "top_p": 0.9, "seed": 3}),
+    ],
+)
+def test_each_request_asks_for_the_whole_sampling(sampling: SamplingParams, sent: dict[str, float]) -> None:
+    names = ("temperature", "top_k", "top_p", "seed")
+    for body in Trace.load(BUNDLED).bodies(0.5, sampling):
+        assert {name: body[name] for name in names if name in body} == sent
 
 
 def test_both_engines_get_the_conversation_and_their_rows_are_kept(

@@ -24,6 +24,7 @@ from mk.compose import load_config
 from mk.engine.scripted import Reply
 from mk.errors import MkError
 from mk.rows import Row, read_rows
+from mk.sampling import SamplingParams
 from tests.agent_tasks import ASKED, RANGES, SOLVED
 from tests.promotion import committed, folder_of, no, repository, require_kept
 from tests.server_rig import Served, serving, thought
@@ -190,7 +191,7 @@ def test_tasks_are_tried_over_our_server_and_their_rows_are_kept(
     assert "opencode 1.0 over scripted: 1 of 3 tasks" in capsys.readouterr().out
     trace = Trace.load(folder / "transcripts/scripted-write_ranges/trace.json")
     assert [turn.tokens for turn in trace.turns] == [turn["tokens"] for turn in asked]
-    assert trace.bodies(1, 0)[1]["messages"] == asked[1]["request"]["messages"]
+    assert trace.bodies(1, SamplingParams())[1]["messages"] == asked[1]["request"]["messages"]
     edits = dict.fromkeys(("turns", "usage_prompt_tokens", "hit_tokens", "wall_s", "ttft_ms"), lambda value: value + 1)
     edits |= {"success": lambda value: not value, "ended": lambda value: "status 9", "checks": no}
     require_kept(committed, folder, **edits)

@@ -42,6 +42,26 @@ def test_arms_take_as_many_steps_in_other_batches_and_give_the_same_tokens(commi
     require_kept(committed, folder_of(tmp_path), **dict.fromkeys(names, lambda value: value + 1))
 
 
+def test_drawn_tokens_are_the_same_in_all_arms_and_others_than_the_likeliest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens: list[list[list[int]]] = []
+    measure = batch_switching.measured
+
+    def noted(*args: Any) -> dict[str, Rounds]:
+        rounds = measure(*args)
+        tokens.append(rounds[SWITCHING].tokens[0])
+        return rounds
+
+    monkeypatch.setattr(batch_switching, "measured", noted)
+    assert run(tmp_path / "greedy")[0] == 0
+    status, rows = run(tmp_path / "drawn", "sampling=top_p")
+    assert status == 0 and {row.sampling for row in rows} == {"temperature 1, top_p 0.95"}
+    assert all(row.checks == {"tokens_the_same": True} for row in rows)
+    greedy, drawn = tokens
+    assert greedy != drawn and list(map(len, greedy)) == list(map(len, drawn))
+
+
 def test_figures_are_of_the_rounds() -> None:
     row = SimpleNamespace(batch=2)
     raw: dict[str, Any] = {"block_ms": [50.0, 150.0], "tokens": 12, "steps_of": {"1": 6, "2": 10}}

@@ -97,6 +97,14 @@ def test_on_a_card_the_kernels_launches_are_the_other_arm(stand_in: FakeLibrary,
     assert all(row.build_hash == "0123456789abcdef" and row.dtype == "bfloat16" for row in rows)
 
 
+@pytest.mark.parametrize("engine", ["interpreter", "cuda"])
+def test_drawn_tokens_are_the_engines_own(stand_in: FakeLibrary, tmp_path: Path, engine: str) -> None:
+    status, rows = run(tmp_path, f"engine={engine}", "sampling=top_p", "experiment.events=1")
+    assert status == 0
+    check_rows(rows, engine)
+    assert {row.sampling for row in rows} == {"temperature 1, top_p 0.95"}
+
+
 def test_a_step_has_the_window_of_its_batch_size_whoever_launches_it(stand_in: FakeLibrary, tmp_path: Path) -> None:
     """The decode loop, through all changes of its batch size, or the engine itself."""
     launched: set[tuple[int, int]] = set()

@@ -19,10 +19,10 @@ from experiments.agents.trace import Trace, Turn
 from experiments.device_weights import open_weights
 from experiments.load_client import Answer
 from experiments.load_report import Engine
+from experiments.opening import sampling_of
 from mk.config import Config
 from mk.device import card_state
 from mk.runs import RunFolder
-from mk.sampling import SamplingParams
 
 CHAT = "/chat/completions"
 
@@ -30,7 +30,7 @@ CHAT = "/chat/completions"
 def replay(cfg: Config, run: RunFolder, trace: Trace, engine: Engine) -> None:
     """A row of the whole trace, and a transcript."""
     assert cfg.agent.scale is not None
-    asked = trace.bodies(cfg.agent.scale, cfg.sampling.temperature)
+    asked = trace.bodies(cfg.agent.scale, sampling_of(cfg))
     before = card_state()
     answers = []
     with (run.path / f"transcript-{engine.name}.jsonl").open("w") as transcript:
@@ -56,10 +56,10 @@ def rehearse(cfg: Config, trace: Trace, engine: Engine) -> None:
     met each length of a prompt, and of what it has to compute of it, and nothing of the conversation: kernels that are
     compiled for a length, and programs lowered for it, are no part of what is measured."""
     assert cfg.agent.scale is not None
-    asked = trace.bodies(cfg.agent.scale, cfg.sampling.temperature)
+    asked = trace.bodies(cfg.agent.scale, sampling_of(cfg))
     counts = [engine.client.count(body["messages"], body["tools"]) for body in asked]
     draw, vocab = np.random.default_rng(cfg.experiment.seed), open_weights(cfg, torch.device("cpu")).geometry.vocab
-    drawn = load.request(draw, max(counts), 1, vocab, SamplingParams(cfg.sampling.temperature))
+    drawn = load.request(draw, max(counts), 1, vocab, sampling_of(cfg))
     for count, body in zip(counts, asked, strict=True):
         turn = {"prompt": drawn["prompt"][:count], "max_tokens": body["max_tokens"]}
         engine.client.ask(load.COMPLETIONS, drawn | turn)

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.agents.exchange import Exchange
+from experiments.load import asked_sampling
 from mk.errors import MkError
+from mk.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,10 @@ class Trace:
         turns = [{"given": turn.given, "said": turn.said, "tokens": turn.tokens} for turn in self.turns]
         return json.dumps({"tools": self.tools, "turns": turns}, indent=1) + "\n"
 
-    def bodies(self, scale: float, temperature: float) -> list[dict[str, Any]]:
-        """The requests. scale: share of the recorded tokens that is generated."""
+    def bodies(self, scale: float, sampling: SamplingParams) -> list[dict[str, Any]]:
+        """The requests. scale: share of the recorded tokens that is generated. A seed goes with tokens that are drawn:
+        one request runs at a time, so that it costs no engine its batch."""
+        seed = {} if sampling.greedy else {"seed": sampling.seed}
         said: list[dict[str, Any]] = []
         asked = []
         for turn in self.turns:
@@ -82,7 +86,8 @@ class Trace:
                     "tool_choice": "none",  # of the model's own answer: a server without a parser refuses others
                     "max_tokens": max(1, round(turn.tokens * scale)),
                     "ignore_eos": True,
-                    "temperature": temperature,
+                    **asked_sampling(sampling),
+                    **seed,
                 }
             )
             said = [*said, turn.said]
