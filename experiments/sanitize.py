@@ -25,12 +25,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.sanitized_step import library
+import torch
+
+from experiments.sanitized_step import SMS, library
+from experiments.unread import STEP, require_untouched
 from mk.config import Config
+from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.rows import Row
 from mk.runs import ROOT, RunFolder
 
+ARM = f"static lists, then work stealing, on {SMS} SMs"
 PLANTED = "MK_PLANTED_RACE"
 PLANTED_FILE = "delay.cuh"
 _ROUTE = "read behind {0} and, two layers on, written by the storer, which has then stored all that was read with it"
@@ -69,6 +74,9 @@ class Finding:
 
 def main(cfg: Config) -> int:
     """Exit status: 0, or 1 when a tool found what is not explained, or did not find what was planted."""
+    require_untouched(cfg, STEP)
+    if torch.cuda.is_available():
+        DeviceFacts.read().require(cfg.gpu)
     sanitizer = find_sanitizer()
     with RunFolder.create(cfg) as run:
         found = {}
@@ -83,7 +91,8 @@ def main(cfg: Config) -> int:
             found[name] = parse(tool, output)
             print("\n".join(report(name, found[name])), flush=True)
         raw = {"kind": "findings", **{name: dataclasses.asdict(of) for name, of in found.items()}}
-        row = run.append_row(run.measured(raw, engine="cuda", dtype="bfloat16", context=[]), raw)
+        contexts = list(cfg.batch.contexts or ())
+        row = run.append_row(run.measured(raw, engine="cuda", dtype="bfloat16", context=contexts, arm=ARM), raw)
         print(", ".join(name if passed else f"{name} FAILED" for name, passed in row.checks.items()))
         print(f"run folder: {run.path}")
     return 0 if all(row.checks.values()) else 1

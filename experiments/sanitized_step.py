@@ -1,19 +1,21 @@
 """A few decode steps of nano with few SMs, for a sanitizer to watch: `python -m experiments.sanitized_step [DEFINE]`.
 
-Static lists and work stealing, two ragged rows and an idle one, contexts that cross a page and, on the sliding layers,
-the window. The instrumented kernel is slower by orders of magnitude, so its waits may take minutes.
+They are those of `experiment=sanitize` as it stands in configs/, which refuses another choice. Static lists and work
+stealing, two ragged rows and an idle one, contexts that cross a page and, on the sliding layers, the window. The
+instrumented kernel is slower by orders of magnitude, so its waits may take minutes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 
 import torch
 
 from experiments.kernel_checks import fill
-from mk.build import Library, build
-from mk.graph import LAYER_WAVES
+from mk.build import Library, build_for
+from mk.compose import load_config
 from mk.kv import KINDS, PageAllocator, blocks_of
 from mk.model.checkpoint import load_checkpoint
 from mk.model.geometry import Geometry
@@ -21,11 +23,9 @@ from mk.model.opening import NANO
 from mk.model.packing import PackedWeights
 from mk.programs import Plan, Programs
 from mk.runtime import Runtime
-from mk.splits import SplitPolicy
 
 SMS = 6  # a residual strip's owner keeps four of nano's sixteen
-SPLITS = SplitPolicy(128, 2)
-KEYS = (320, 0, 64)
+CLAIM_AHEAD = 2
 STEPS = 2
 TIME_LIMIT_S = 120.0
 DEVICE = torch.device("cuda")
@@ -33,32 +33,38 @@ DEVICE = torch.device("cuda")
 
 def library(defines: Sequence[str] = ()) -> Library:
     """The kernel that is watched. The caller of a sanitizer builds it first, so that the time limit is the steps'."""
-    return build(Geometry.from_hf_config(NANO), SPLITS, defines=tuple(defines))
+    cfg = load_config(["experiment=sanitize"])
+    return build_for(cfg, Geometry.from_hf_config(NANO), Plan.from_config(cfg).splits, *defines)
 
 
 def main(defines: Sequence[str] = ()) -> None:
-    source = load_checkpoint(NANO)
-    g, longest = source.geometry, max(KEYS) + STEPS
+    cfg, source = load_config(["experiment=sanitize"]), load_checkpoint(NANO)
+    g, contexts = source.geometry, list(cfg.batch.contexts or ())
+    longest = max(contexts) + STEPS
     weights = PackedWeights.from_state(source.tensor, g, DEVICE)
-    counts = dict.fromkeys(KINDS, len(KEYS) * blocks_of(longest))
-    runtime = Runtime(library(defines), weights, counts, blocks_of(longest), longest, time_limit_s=TIME_LIMIT_S)
+    counts = dict.fromkeys(KINDS, len(contexts) * blocks_of(longest))
+    windows = cfg.engine.ring.windows
+    runtime = Runtime(
+        library(defines), weights, counts, blocks_of(longest), longest, windows, time_limit_s=TIME_LIMIT_S
+    )
     fill(runtime, 1.0)
     for claimers in (0, SMS):
-        plan = Plan(SMS, LAYER_WAVES, "row_owner", claimers, claimers, splits=SPLITS)
-        pages = PageAllocator(g, counts, len(KEYS), runtime.max_blocks, seed=1)
-        for row, keys in enumerate(KEYS):
+        shares = {"n_sm": SMS, "attention_claimers": claimers, "moe_claimers": claimers, "claim_ahead": CLAIM_AHEAD}
+        plan = dataclasses.replace(Plan.from_config(cfg), **shares)
+        pages = PageAllocator(g, counts, len(contexts), runtime.max_blocks, seed=1)
+        for row, keys in enumerate(contexts):
             if keys:
                 pages.reserve(row, keys)
                 pages.reserve(row, keys + STEPS - 1)
         torch.cuda.synchronize()
-        runtime.load(Programs(g, len(KEYS), plan).get(512))
+        runtime.load(Programs(g, len(contexts), plan).get(512))
         runtime.set_tables(pages.table.table)
-        runtime.set_sequences(KEYS, [5, 0, 6], steps=STEPS)
+        runtime.set_sequences(contexts, [5, 0, 6], steps=STEPS)
         for _ in range(STEPS):
             runtime.launch()
         runtime.finish()
         runtime.require_healthy("a watched step")
-    print(f"decoded {STEPS} steps twice, last tokens {runtime['tokens'][: len(KEYS)].tolist()}")
+    print(f"decoded {STEPS} steps twice, last tokens {runtime['tokens'][: len(contexts)].tolist()}")
 
 
 if __name__ == "__main__":

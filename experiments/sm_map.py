@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from experiments.schedule_figures import spearman
+from experiments.unread import STEP, require_untouched
 from mk.config import Config
 from mk.device import DeviceFacts
 from mk.errors import MkError
@@ -25,6 +26,7 @@ DIGITS = 1  # of a nanosecond, that are kept
 
 def main(cfg: Config) -> int:
     """Exit status: 0, or 1 where blocks did not stay on their SMs: then the map says nothing of the next launch."""
+    require_untouched(cfg, STEP)
     if not torch.cuda.is_available():
         raise MkError("sm_map measures a GPU, and torch sees none here", hint="placement=row_owner needs no map")
     facts = DeviceFacts.read()

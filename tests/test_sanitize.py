@@ -15,8 +15,10 @@ from experiments.sanitize import EXPLAINED, Finding, find_sanitizer, parse, reas
 from mk.build import CSRC
 from mk.compose import load_config
 from mk.errors import MkError
+from mk.programs import Plan
 from mk.rows import read_rows
 from mk.runtime import Runtime
+from mk.splits import SplitPolicy
 from tests.device_rig import FakeLibrary, fake_build, fake_device
 from tests.promotion import committed, folder_of, no, repository, require_kept
 
@@ -108,6 +110,7 @@ def test_a_run_of_the_three_tools_is_kept(
     monkeypatch.setattr(sanitize, "watch", lambda *args: INVALID)
     assert sanitize.main(load_config(["experiment=sanitize", f"run_dir={tmp_path / 'more'}"])) == 1
     (row,) = read_rows(folder_of(tmp_path / "more") / "rows.jsonl")
+    assert (row.batch, row.context, row.arm) == (3, [320, 0, 64], "static lists, then work stealing, on 6 SMs")
     assert not any(row.checks.values()) and "memcheck_clean FAILED" in capsys.readouterr().out
 
 
@@ -119,11 +122,14 @@ def test_the_watched_steps_decode(fake_device: FakeLibrary, monkeypatch: pytest.
         return fake_device.runtime
 
     monkeypatch.setattr(sanitized_step, "Runtime", runtime)
-    monkeypatch.setattr(sanitized_step, "build", fake_build)
+    monkeypatch.setattr("mk.build.build", fake_build)
     monkeypatch.setattr(sanitized_step, "DEVICE", torch.device("cpu"))
     sanitized_step.main([sanitize.PLANTED])
     assert fake_device.launches == 4 and capsys.readouterr().out.startswith("decoded 2 steps twice")
     assert fake_device.runtime.defines == ("MK_PLANTED_RACE",)
+    program, cfg = fake_device.runtime.program, load_config(["experiment=sanitize"])
+    assert program is not None and (program.shape.rows, program.shape.n_sm) == (cfg.batch.size, sanitized_step.SMS)
+    assert program.shape.splits == Plan.from_config(cfg).splits == SplitPolicy(128, 2)
 
 
 def test_the_tool_is_found_or_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
