@@ -26,11 +26,12 @@ from evals.samples import FILE, Sample, SampleStore
 from evals.sandbox.probes import open_sandbox
 from evals.sandbox.sandbox import Sandbox
 from experiments.console import progress
+from experiments.opening import sampling_of
+from experiments.unread import require_router
 from mk.config import Config
 from mk.engines import require_engine
 from mk.errors import MkError
 from mk.runs import RunFolder
-from mk.sampling import SamplingParams
 
 
 def main(cfg: Config) -> int:
@@ -48,6 +49,8 @@ def score(
     settings = cfg.experiment
     if started is None and settings.base_url is None:
         require_engine(cfg, cfg.server.slots)
+    else:
+        require_router(cfg)
     benchmark = open_benchmark(cfg.benchmark, Path(settings.data_dir))
     other = None if compare is None else Finished.read(Path(compare))  # before anything is asked
     with contextlib.ExitStack() as stack:
@@ -131,7 +134,7 @@ def _preflight(cfg: Config, benchmark: Benchmark, problems: Sequence[Problem], a
     print(f"benchmark: {cfg.benchmark.name}, {len(problems)} problems of {facts['source']}")
     print(f"data: sha256 {facts['sha256'][:16]}, {known}", flush=True)
     before = engine.count()
-    cost = estimate(benchmark, problems, settings.runs, engine, _sampling(cfg), engine.context)
+    cost = estimate(benchmark, problems, settings.runs, engine, sampling_of(cfg), engine.context)
     print(
         f"at most {cost.requests} answers of {cost.cap} tokens at {cost.tok_s:.0f} tokens/s, "
         f"{60 * cost.hours:.1f} minutes, and their prompts",
@@ -160,7 +163,7 @@ def _ask(
     try:
         conversations = len(problems) * settings.runs
         with progress("ask and grade", conversations + len(problems)) as done:
-            runner = Runner(asked.engine, _sampling(cfg), max_tokens, store, settings.token_ids, done)
+            runner = Runner(asked.engine, sampling_of(cfg), max_tokens, store, settings.token_ids, done)
             found = evaluate(
                 benchmark, problems, settings.runs, runner, sandbox, lambda graded: done(conversations + graded)
             )
@@ -206,7 +209,7 @@ def _counted(asked: Asked, runner: Runner, answered: int | None) -> int | None:
 
 def _equal(cfg: Config, asked: Asked, samples: Sequence[Sample]) -> dict[str, bool]:
     """Whether greedy answers are the reference's, token by token: a verdict on float32 alone."""
-    if not cfg.experiment.check or asked.model is None or not _sampling(cfg).greedy:
+    if not cfg.experiment.check or asked.model is None or not sampling_of(cfg).greedy:
         return {}
     with progress("compare with the reference", len(samples)) as done:
         oracle, equal = count_equal(asked.model, samples, done)
@@ -214,9 +217,3 @@ def _equal(cfg: Config, asked: Asked, samples: Sequence[Sample]) -> dict[str, bo
         return {f"equal_to_{oracle}": equal == len(samples)}
     print(f"{equal} of {len(samples)} answers are {oracle}'s in float32, token by token")
     return {}  # in bfloat16 another token may be the likeliest where two are close
-
-
-def _sampling(cfg: Config) -> SamplingParams:
-    """Of run 0."""
-    sampled = cfg.sampling
-    return SamplingParams(sampled.temperature, sampled.top_k, sampled.top_p, sampled.seed)

@@ -16,6 +16,7 @@ from evals.asked import started_server
 from experiments import accuracy, vllm_serve
 from experiments.baselines.vllm_process import find
 from experiments.server_process import vllm_server
+from experiments.unread import require_router
 from mk.config import Config
 from mk.errors import MkError
 
@@ -25,6 +26,7 @@ def main(cfg: Config) -> int:
     config = cfg.baseline.vllm
     if config is None or cfg.experiment.base_url is not None:
         raise MkError("accuracy_vllm starts both servers", hint="baseline=vllm, and no experiment.base_url")
+    require_router(cfg)
     find(config)  # before minutes of the other engine
     vllm_serve.checkpoint(cfg)
     settings = cfg.experiment

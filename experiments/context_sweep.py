@@ -14,6 +14,7 @@ from experiments.arms import table
 from experiments.baselines import vllm_process
 from experiments.baselines.vllm_process import STRATEGIES, Measured
 from experiments.decode_variants import on_card, timed_variants
+from experiments.unread import require_greedy
 from mk.config import Config
 from mk.errors import MkError
 from mk.rows import Row
@@ -84,6 +85,7 @@ def beside(cfg: Config, jobs: list[tuple[str, Config]]) -> list[tuple[int, int]]
                 )
         if settings.axes != ["experiment.context"]:
             raise MkError(f"vLLM stands beside contexts, not experiment.axes={settings.axes}", hint="baseline=none")
+        require_greedy(cfg)
         if cfg.weights.name != "random" or cfg.routing.name not in STRATEGIES:
             raise MkError(
                 f"vLLM measures random weights and routing={' or '.join(STRATEGIES)}, "

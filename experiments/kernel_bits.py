@@ -21,6 +21,7 @@ import torch
 from experiments.bits_machines import BitsMachine, InterpreterBits, KernelBits
 from experiments.device_weights import open_weights, pack
 from experiments.opening import machine_under_test, make_runtime, plan_for
+from experiments.unread import require_greedy, require_router
 from mk.build import build_for
 from mk.compose import group_options, load_config
 from mk.config import Config
@@ -49,9 +50,9 @@ def main(cfg: Config) -> int:
     """Exit status: 0, or 1 when an arrangement changed a bit."""
     settings = cfg.experiment
     rows = 1 + len(settings.neighbours)
+    require_router(cfg)
+    require_greedy(cfg)
     engine = machine_under_test(cfg, rows)
-    if cfg.routing.name != "checkpoint":
-        raise MkError(f"kernel_bits leaves routing to the router, not to routing={cfg.routing.name}")
     if cfg.placement.name != "row_owner":
         raise MkError(f"kernel_bits goes through placements by itself, from row_owner, not {cfg.placement.name}")
     bench = Bench.open(cfg, engine)

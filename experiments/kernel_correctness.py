@@ -31,6 +31,7 @@ from experiments.layer_arms import (
 )
 from experiments.needles import passes, place, returned, turned_away, with_needles
 from experiments.opening import machine_under_test, make_runtime, plan_for
+from experiments.unread import require_greedy, require_router
 from mk.build import build_for
 from mk.config import Config
 from mk.kv import KINDS, KVCache, PageAllocator, blocks_of, pages_of
@@ -75,6 +76,8 @@ class Measured:
 
 def main(cfg: Config) -> int:
     """Exit status: 0, or 1 when a verdict is no."""
+    require_router(cfg)  # whose choice for float32 is replayed
+    require_greedy(cfg)
     engine = machine_under_test(cfg, max(map(len, cfg.experiment.batches)))
     device = torch.device("cuda" if engine == "cuda" else "cpu")
     settings, source = cfg.experiment, open_weights(cfg, device)

@@ -15,6 +15,7 @@ from experiments.baselines.vllm_process import missing
 from experiments.load_client import Answer, Client
 from experiments.load_figures import as_many, base_of, raw_load
 from experiments.server_process import Running, our_server, vllm_server
+from experiments.unread import require_router
 from mk.config import Config
 from mk.engines import require_engine
 from mk.errors import MkError
@@ -88,8 +89,9 @@ def measure_engines(
 def check_engines(cfg: Config) -> str | None:
     """A line on how to install vLLM where it is wanted and not configured.
 
-    Raises MkError for an engine that cannot run here, and a vLLM that is configured and not there.
+    Raises MkError for a routing mode, an engine that cannot run here, and a vLLM that is configured and not there.
     """
+    require_router(cfg)
     if cfg.experiment.base_url is not None:
         return None
     require_engine(cfg, cfg.server.slots)

@@ -24,6 +24,7 @@ from experiments.forced_routing import distinct_experts, forced_ids
 from experiments.kernel_checks import fill, same_bits
 from experiments.op_figures import COLUMNS, line, told
 from experiments.op_parts import chosen, operations_of
+from experiments.unread import require_greedy
 from mk.build import build_for
 from mk.config import Config
 from mk.errors import MkError
@@ -42,6 +43,7 @@ FLUSH = 4  # times the L2 that is read between sweeps
 def main(cfg: Config) -> int:
     """Exit status 0; whatever is wrong is an MkError."""
     check_settings(cfg)
+    require_greedy(cfg)
     if forced_ids(cfg.routing, geometry_of(cfg.model), 1, 1) is None:
         raise MkError(f"op_bench needs to know the experts, not routing={cfg.routing.name}", hint="routing=uniform")
     names = chosen(cfg)
@@ -64,9 +66,8 @@ def main(cfg: Config) -> int:
             inputs = op_torch.Inputs(g, [cfg.experiment.context] * batch, ids[0], DEVICE)
             for name in names:
                 own = bench.row(run, name, library.build_hash)
-                draws = name == "lm_head" and programs[batch].shape.draws  # where torch takes the likeliest
                 for method, alike in op_torch.METHODS.get(name, {}).items():
-                    torch_row(cfg, run, inputs, name, method, own if alike and not draws else None, bench, flush)
+                    torch_row(cfg, run, inputs, name, method, own if alike else None, bench, flush)
         print(f"run folder: {run.path}")
     return 0
 

@@ -15,6 +15,7 @@ from experiments.device_weights import open_weights, pack
 from experiments.opening import machine_under_test, plan_for
 from experiments.parity_checks import forced_logits, positions, reference_logits
 from experiments.prompts import sample_prompts
+from experiments.unread import require_greedy, require_router
 from mk.build import build_for
 from mk.config import Config
 from mk.cuda_engine import CudaEngine
@@ -31,6 +32,8 @@ from mk.runs import RunFolder
 def main(cfg: Config) -> int:
     """Exit status: 0, or 1 when a distance exceeds its bar."""
     settings = cfg.experiment
+    require_router(cfg)
+    require_greedy(cfg)
     name = machine_under_test(cfg, len(settings.contexts))
     device = torch.device("cuda" if name == "cuda" else "cpu")
     source = open_weights(cfg, device)

@@ -20,6 +20,7 @@ import torch
 from experiments.device_weights import open_weights, pack
 from experiments.distances import figure, largest, number
 from experiments.opening import machine_under_test, make_runtime, plan_for
+from experiments.unread import require_greedy, require_router
 from mk.build import build_for
 from mk.config import Config
 from mk.errors import MkError
@@ -51,9 +52,9 @@ from mk.schedule.lower import Program
 def main(cfg: Config) -> int:
     """Exit status: 0, or 1 when a wave differs by more than the noise."""
     settings = cfg.experiment
+    require_router(cfg)
+    require_greedy(cfg)
     engine = machine_under_test(cfg, len(settings.contexts))
-    if cfg.routing.name != "checkpoint":
-        raise MkError(f"partial_step leaves routing to the router, not to routing={cfg.routing.name}")
     source = open_weights(cfg, torch.device("cuda" if engine == "cuda" else "cpu"))
     g, keys = source.geometry, settings.contexts
     if max(keys) > g.max_positions:

@@ -28,6 +28,7 @@ from experiments.prefill_prompts import compare_bits, replay
 from experiments.prefill_rig import Rig
 from experiments.prefill_steps import InterpreterStep, KernelStep, NextStep
 from experiments.prefill_streams import Streams, Told
+from experiments.unread import require_greedy, require_router
 from mk.config import Config
 from mk.errors import MkError
 from mk.model.packing import PackedWeights
@@ -45,6 +46,8 @@ def main(cfg: Config) -> int:
     """Exit status: 0, or 1 when a verdict is no."""
     if cfg.prefill.name != "triton":
         raise MkError(f"prefill_correctness tests Triton's, not prefill={cfg.prefill.name}", hint="prefill=triton")
+    require_router(cfg)  # whose choice for float32 is replayed
+    require_greedy(cfg)
     engine = machine_under_test(cfg, 1)
     device = torch.device("cuda" if engine == "cuda" else "cpu")
     if device.type == "cpu":

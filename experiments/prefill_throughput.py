@@ -18,6 +18,7 @@ from experiments.device_weights import open_weights, pack
 from experiments.kernel_checks import NOISE_RATIO, consult, relative_error, same_bits
 from experiments.prefill_rates import Matrix
 from experiments.prefill_rig import Rig, device_of, engine_on
+from experiments.unread import PLANNED, require_greedy, require_router, require_untouched
 from mk.config import Config
 from mk.errors import MkError
 from mk.model.packing import PackedWeights
@@ -81,6 +82,9 @@ def main(cfg: Config) -> int:
     """Exit status 0; whatever is wrong is an MkError."""
     if cfg.prefill.name != "triton":
         raise MkError(f"prefill_throughput times Triton's, not prefill={cfg.prefill.name}", hint="prefill=triton")
+    require_router(cfg)
+    require_greedy(cfg)
+    require_untouched(cfg, PLANNED)
     device = device_of(cfg)
     settings, source = cfg.experiment, open_weights(cfg, device)
     bench = Bench(cfg, pack(source, device))

@@ -16,6 +16,7 @@ from experiments.device_clock import one_by_one
 from experiments.device_weights import open_weights, pack
 from experiments.prefill_rates import Matrix
 from experiments.prefill_rig import device_of, engine_on
+from experiments.unread import PLANNED, require_greedy, require_router, require_untouched
 from mk.config import Config
 from mk.kv import KINDS, PageAllocator, blocks_of, kv_layers
 from mk.model.geometry import Geometry
@@ -68,6 +69,9 @@ def main(cfg: Config) -> int:
     """Exit status 0; whatever is wrong is an MkError."""
     for kernel in cfg.experiment.kernels:
         require_one_of("experiment.kernels", kernel, ("qkv", "o", "up", "down", "attention_full", "attention_sliding"))
+    require_router(cfg)
+    require_greedy(cfg)
+    require_untouched(cfg, PLANNED)
     device = device_of(cfg)
     weights = pack(open_weights(cfg, device), device)
     matrix = Matrix.measure(device)

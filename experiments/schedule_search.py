@@ -18,6 +18,7 @@ import torch
 from experiments import decode_throughput, schedule_paired
 from experiments.console import progress
 from experiments.schedule_ladder import draw_ladder, ladder_table, regret_table
+from experiments.unread import require_greedy
 from mk.config import Config, RoutingConfig
 from mk.errors import MkError
 from mk.graph import LAYER_WAVES
@@ -56,6 +57,7 @@ def main(cfg: Config) -> int:
     settings, costs = cfg.experiment, costs_of(cfg.gpu)
     if cfg.schedule.name != "static":
         raise MkError(f"schedule_search starts from a static schedule, not {cfg.schedule.name}", hint="schedule=static")
+    require_greedy(cfg)
     if cfg.model.preset not in PRESETS or cfg.model.path is not None:
         raise MkError("schedule_search takes a geometry alone", hint="model=north_mini_code, or model=slice")
     geometry = geometry_of(cfg.model)

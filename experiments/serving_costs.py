@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from experiments.prompts import sample_prompts
+from experiments.unread import require_greedy, require_router
 from mk.config import Config
 from mk.engine.core import Core
 from mk.engine.logits import logprobs_of, needs_logits, pick
@@ -68,6 +69,8 @@ def main(cfg: Config) -> int:
     """Exit status: 0, or 1 when a conversation missed the blocks that it should have hit."""
     settings = cfg.experiment
     most = max(settings.batches)
+    require_router(cfg)
+    require_greedy(cfg)  # each option samples by itself
     if cfg.server.slots < most:
         raise MkError(f"a batch of {most} needs as many server.slots", hint=f"server.slots={most}")
     with tempfile.TemporaryDirectory(prefix="mk-") as scratch:

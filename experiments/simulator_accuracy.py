@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.console import progress
+from experiments.unread import require_greedy
 from mk.config import Config
 from mk.errors import MkError
 from mk.runs import RunFolder
@@ -16,6 +17,7 @@ from mk.schedule.simulate import costs_of
 
 def main(cfg: Config) -> int:
     """Exit status 0; rows for each batch and for all, over all schedules and over parts of them."""
+    require_greedy(cfg)
     settings, costs = cfg.experiment, costs_of(cfg.gpu)
     found: dict[tuple[str, int], Measured] = {}  # a configuration that several runs timed counts once
     for step in (step for folder in folders(settings.rows) for step in read_folder(folder)):

@@ -21,6 +21,7 @@ from experiments.device_weights import open_weights, pack
 from experiments.forced_routing import forced_ids
 from experiments.kernel_checks import same_bits
 from experiments.opening import make_runtime
+from experiments.unread import require_greedy, require_kernel, require_untouched
 from mk.build import build_for
 from mk.config import Config
 from mk.device import DeviceFacts
@@ -109,6 +110,9 @@ def main(cfg: Config) -> int:
 
 def _check_settings(cfg: Config) -> None:
     s = cfg.experiment
+    require_kernel(cfg)
+    require_greedy(cfg)
+    require_untouched(cfg, ("schedule",))
     if not 0 <= s.sm < cfg.gpu.sms:
         raise MkError(f"experiment.sm={s.sm} must lie in 0..{cfg.gpu.sms - 1}", hint="experiment.sm=0")
     check_context(cfg)

@@ -21,6 +21,7 @@ from experiments.decode_throughput import KV_STD
 from experiments.device_clock import queued
 from experiments.device_weights import open_weights
 from experiments.forced_routing import distinct_experts, forced_ids
+from experiments.unread import require_greedy
 from mk.compose import vary
 from mk.config import Config
 from mk.device import card_state
@@ -45,6 +46,7 @@ def main(cfg: Config) -> int:
     settings = cfg.experiment
     if cfg.weights.name != "random":
         raise MkError("transformers_decode measures random weights", hint="weights=random")
+    require_greedy(cfg)
     jobs = {r: decode_throughput.job_of(vary(cfg, [f"routing={r}"])) for r in settings.routings}
     for job in jobs.values():
         decode_throughput.check_settings(job, cfg.experiment.name)

@@ -11,6 +11,7 @@ import torch
 
 from experiments import decode_throughput, simulated_variants, vllm_rows
 from experiments.baselines import vllm_process
+from experiments.unread import require_greedy
 from mk.compose import vary
 from mk.config import Config
 from mk.errors import MkError
@@ -24,6 +25,7 @@ def main(cfg: Config) -> int:
         raise MkError("vllm_decode compares with vLLM", hint="baseline=vllm")
     if cfg.weights.name != "random":
         raise MkError("vllm_decode measures random weights", hint="weights=random")
+    require_greedy(cfg)
     jobs = {r: decode_throughput.job_of(vary(cfg, [f"routing={r}"])) for r in cfg.experiment.routings}
     for job in jobs.values():
         decode_throughput.check_settings(job, cfg.experiment.name)
