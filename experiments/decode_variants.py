@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,22 +96,24 @@ def on_card(
     """Rows by variant, and what failed. to_previous: ratios are to the variant before, else all to the first; written:
     is told of each row.
 
-    Raises MkError where two variants execute the same.
+    Raises MkError where two variants that take turns execute the same; of those one after the other the later fails.
     """
     settings = cfg.experiment
     found: dict[str, list[Row]] = {}
     failed: list[str] = []
     alone = settings.rounds == 1  # then each is closed before the next one opens: long contexts fill the card
     benches: dict[str, Bench] = {}
+    traces: dict[int, Path] = {}  # by batch, of a variant that was closed: what its router chose
     executed: dict[int, dict[str, str]] = {batch: {} for batch in settings.batches}
     for number, (label, job) in enumerate(jobs, 1):
         print(f"\n[{number}/{len(jobs)}] {label}", flush=True)
         try:
             if alone:
                 found[label] = []
-                _by_itself(cfg, run, label, job, executed, found[label], written)
+                job = _recorded(job, traces.get)
+                traces |= _by_itself(cfg, run, label, job, executed, found[label], written)
             else:
-                benches[label] = opened(_recorded(job, benches, run))
+                benches[label] = opened(_recorded(job, partial(_asked, benches, run)))
         except FAILS as error:
             failed.append(f"{label}: {error}")
             print(f"failed: {error}", flush=True)
@@ -130,22 +134,30 @@ def opened(job: Config) -> Bench:
     return bench
 
 
-def _recorded(job: Config, benches: dict[str, Bench], run: RunFolder) -> Config:
-    """`job`, with a file of the run where it is to replay what the router chose: its variant is asked now.
+def _recorded(job: Config, chosen: Callable[[int], Path | None]) -> Config:
+    """`job`, with a file of the run where it is to replay what the router chose. chosen: that file, by batch; None
+    without one.
 
     Raises MkError where no variant before it has routing=checkpoint, and for more batches than one.
     """
     if job.routing.path != RECORDED:
         return job
-    routers = [bench for bench in benches.values() if bench.cfg.routing.name == "checkpoint"]
-    if not routers or len(job.experiment.batches) != 1:
+    batch, *others = job.experiment.batches
+    path = None if others else chosen(batch)
+    if path is None:
         raise MkError(
             f"routing.path={RECORDED} is what a variant before it with routing=checkpoint chose, of one batch",
             hint="'experiment.variants=[routing=checkpoint,routing=replay routing.path=recorded]'",
         )
-    (batch,), router = job.experiment.batches, routers[-1]
-    path = decode_throughput.record(router.runtime.geometry, router.measure(batch), batch, run)
     return dataclasses.replace(job, routing=dataclasses.replace(job.routing, path=str(path)))
+
+
+def _asked(benches: dict[str, Bench], run: RunFolder, batch: int) -> Path | None:
+    """What the last variant that leaves it to the router chooses, which is asked now."""
+    routers = [bench for bench in benches.values() if bench.cfg.routing.name == "checkpoint"]
+    if not routers:
+        return None
+    return decode_throughput.record(routers[-1].runtime.geometry, routers[-1].measure(batch), batch, run)
 
 
 def _by_itself(
@@ -156,15 +168,20 @@ def _by_itself(
     executed: dict[int, dict[str, str]],
     rows: list[Row],
     written: Callable[[Row], None],
-) -> None:
-    """Fills rows, a batch each; nothing of the bench outlives the call. executed: by batch, what ran before."""
-    bench = opened(job)
+) -> dict[int, Path]:
+    """Fills rows, a batch each; nothing of the bench outlives the call. executed: by batch, what ran before. Returns
+    the files of what the router chose, by batch, where it did."""
+    bench, traces = opened(job), {}
     for batch in cfg.experiment.batches:
         executed[batch][label] = bench.executed(batch)
         require_apart(executed[batch], batch)
     for batch in cfg.experiment.batches:
-        rows.append(_told(bench.append(run, batch, bench.measure(batch), **_named(cfg, label))))
+        timing = bench.measure(batch)
+        rows.append(_told(bench.append(run, batch, timing, **_named(cfg, label))))
         written(rows[-1])
+        if job.routing.name == "checkpoint":
+            traces[batch] = decode_throughput.record(bench.runtime.geometry, timing, batch, run)
+    return traces
 
 
 def in_turn(benches: dict[str, Bench], batch: int, rounds: int, failed: list[str]) -> dict[str, list[Timing]]:

@@ -252,6 +252,24 @@ def test_what_the_router_chose_is_replayed_in_the_same_run(stand_in: FakeLibrary
         assert status == 1 and "routing=replay routing.path=recorded" not in {row.arm for row in rows}
 
 
+def test_what_the_router_chose_is_replayed_where_variants_run_one_after_the_other(
+    stand_in: FakeLibrary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again, one = "routing=replay routing.path=recorded", ["experiment.rounds=1", "experiment.batches=[2]"]
+    arms = f"experiment.variants=['routing=checkpoint','routing=uniform','{again}']"
+    status, rows, _ = on_card("routing_ablation", tmp_path / "one", arms, *one)
+    by_arm = {row.arm: row for row in rows}
+    assert status == 0 and by_arm[again].routing_hash == by_arm["routing=checkpoint"].routing_hash
+    (path,) = tmp_path.glob("one/*/routing_batch2.npz")
+    assert (by_arm[again].data or {}).keys() == {"routing.path"} and len(Trace.load(path).ids) == 43
+    lost = f"experiment.variants=['{again}','routing=checkpoint']"
+    more = ["experiment.rounds=1", "experiment.batches=[1,2]"]
+    for number, given in enumerate(([lost, *one], [arms, *more])):  # none before it; more batches than one
+        status, rows, _ = on_card("routing_ablation", tmp_path / str(number), *given)
+        assert status == 1 and again not in {row.arm for row in rows}
+        assert f"failed: {again}: routing.path=recorded is what a variant before it" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("rounds", ["5", "1"])
 def test_a_variant_that_fails_stops_no_other(
     rounds: str,
