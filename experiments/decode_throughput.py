@@ -27,7 +27,8 @@ from experiments.device_weights import HeldWeights, hold_weights
 from experiments.forced_routing import distinct_experts, forced_ids
 from experiments.kernel_checks import Outcome, fill, run_checks
 from experiments.opening import make_runtime, sampling_of
-from experiments.settings import DecodeThroughput
+from experiments.settings.decode import DecodeThroughput
+from experiments.unread import require_kernel
 from mk.build import DEPENDENT_LAUNCH, ZERO_WAIT_DEFINE, Library, build_for
 from mk.config import Config
 from mk.device import DeviceFacts
@@ -58,7 +59,7 @@ def main(cfg: Config) -> int:
         check_settings(cfg)
         if cfg.experiment.trace:
             print("experiment.trace: there is none without a card")
-        return simulated_variants.run(cfg, [(simulated_variants.ALONE, cfg)])
+        return simulated_variants.run(cfg, [(simulated_variants.ALONE, cfg)], zero_wait=cfg.experiment.zero_wait)
     run(cfg)
     return 0
 
@@ -165,8 +166,12 @@ def plans(cfg: Config, geometry: Geometry) -> tuple[dict[int, Program], dict[int
 
 
 def job_of(cfg: Config, **settings: object) -> Config:
-    """A configuration of an experiment that extends this one, as this one takes it; settings: fields to change."""
-    own = {field.name: getattr(cfg.experiment, field.name) for field in dataclasses.fields(DecodeThroughput)}
+    """A configuration of an experiment that times such steps, as this one takes it: what it has no field of is off.
+    settings: fields to change."""
+    own: dict[str, Any] = {"launches": "step", "zero_wait": False, "trace": False}
+    for name in (of.name for of in dataclasses.fields(DecodeThroughput)):
+        if hasattr(cfg.experiment, name):
+            own[name] = getattr(cfg.experiment, name)
     own |= {"name": "decode_throughput", **settings}
     return dataclasses.replace(cfg, experiment=DecodeThroughput(**own))
 
@@ -196,6 +201,11 @@ def check(cfg: Config, name: str | None = None) -> None:
     """Refuses what this experiment cannot measure, or not here, before anything is loaded. name: of the experiment
     that was asked for, where it is another one."""
     check_settings(cfg, name)
+    require_card(cfg, name)
+
+
+def require_card(cfg: Config, name: str | None = None) -> None:
+    """Raises MkError where the configured card is not here. name: as of `check`."""
     if not torch.cuda.is_available():
         raise MkError(
             f"{name or cfg.experiment.name} needs a GPU, and torch sees none here",
@@ -206,24 +216,26 @@ def check(cfg: Config, name: str | None = None) -> None:
 
 def check_settings(cfg: Config, name: str | None = None) -> None:
     """Raises MkError for settings that cannot be timed, on any machine. name: as of `check`."""
+    check_steps(cfg, name)
+    s = cfg.experiment
+    if s.launches != "step" and (s.zero_wait or s.trace or cfg.engine.trace != "none"):
+        raise MkError(
+            f"experiment.launches={s.launches} has neither a bound nor a trace", hint="experiment.launches=step"
+        )
+    if not 1 <= s.check_tokens <= s.context:
+        raise MkError(f"experiment.check_tokens={s.check_tokens} must lie in 1..experiment.context={s.context}")
+
+
+def check_steps(cfg: Config, name: str | None = None) -> None:
+    """Of these, what every experiment that times decode steps has."""
     s, ring = cfg.experiment, cfg.engine.ring
-    engine, most = cfg.engine.name, ring.slots - UNSAFE_SLOTS
+    most = ring.slots - UNSAFE_SLOTS
+    require_kernel(cfg, name)
     cases: list[tuple[bool, str, str | None]] = [
-        (engine in ("auto", "cuda"), f"{name or s.name} times the kernel, not engine={engine}", "engine=cuda"),
         (bool(s.batches), "experiment.batches is empty", "experiment.batches=[1]"),
         (all(1 <= b <= MAX_ROWS for b in s.batches), f"experiment.batches={s.batches} must lie in 1..{MAX_ROWS}", None),
-        (
-            s.launches == "step" or not (s.zero_wait or s.trace or cfg.engine.trace != "none"),
-            f"experiment.launches={s.launches} has neither a bound nor a trace",
-            "experiment.launches=step",
-        ),
         (s.steps >= 1, f"experiment.steps={s.steps} must be at least 1", None),
         (s.warmup >= 0, f"experiment.warmup={s.warmup} must be at least 0", None),
-        (
-            1 <= s.check_tokens <= s.context,
-            f"experiment.check_tokens={s.check_tokens} must lie in 1..experiment.context={s.context}",
-            None,
-        ),
         (
             all(MIN_WINDOW <= window <= most for window in ring.windows),
             f"engine.ring.window_kb={ring.window_kb}: the kernel takes {MIN_WINDOW * SLOT_KB}..{most * SLOT_KB}",

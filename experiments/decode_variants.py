@@ -48,13 +48,14 @@ def main(cfg: Config) -> int:
     return int(bool(failed))
 
 
+def plain(cfg: Config) -> Config:
+    """As decode_throughput takes it, without a bound beside it."""
+    return job_of(cfg, zero_wait=False)
+
+
 def timed_variants(cfg: Config) -> list[tuple[str, Config]]:
     """`variants`, all of which can be timed. Raises MkError for what cannot, before the first one starts."""
     jobs = variants(cfg)
-    if cfg.experiment.zero_wait or cfg.experiment.trace:
-        raise MkError(
-            "variants are timed without a bound or a trace", hint="experiment=decode_throughput, for one of them"
-        )
     for label, job in jobs:
         try:
             decode_throughput.check_settings(job, cfg.experiment.name)
@@ -66,8 +67,11 @@ def timed_variants(cfg: Config) -> list[tuple[str, Config]]:
     return jobs
 
 
-def variants(cfg: Config) -> list[tuple[str, Config]]:
-    """The label and the decode_throughput configuration of every variant. Raises MkError for one that cannot be."""
+def variants(cfg: Config, job: Callable[[Config], Config] = plain) -> list[tuple[str, Config]]:
+    """The label and the configuration of every variant. job: what it is made of; by default decode_throughput's.
+
+    Raises MkError for one that cannot be.
+    """
     if not cfg.experiment.variants:
         raise MkError("experiment.variants is empty", hint="experiment.variants=['wave_order=default,parted']")
     jobs = []
@@ -77,7 +81,7 @@ def variants(cfg: Config) -> list[tuple[str, Config]]:
         for overrides in expand_sweep(variant.split()):
             for override in overrides:
                 require_read(override)
-            jobs.append((" ".join(overrides), job_of(vary(cfg, overrides), zero_wait=False, trace=False)))
+            jobs.append((" ".join(overrides), job(vary(cfg, overrides))))
     labels = [label for label, _ in jobs]
     for label in labels:
         if labels.count(label) > 1:

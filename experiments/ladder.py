@@ -33,7 +33,7 @@ def main(cfg: Config) -> int:
     for _, job in jobs:
         decode_throughput.check_settings(job, cfg.experiment.name)
     if not torch.cuda.is_available():
-        return simulated_variants.run(cfg, jobs, to_previous=True)
+        return simulated_variants.run(cfg, jobs, to_previous=True, zero_wait=cfg.experiment.zero_wait)
     for _, job in jobs:
         decode_throughput.check(job, cfg.experiment.name)
     with RunFolder.create(cfg) as run:

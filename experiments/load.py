@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.settings import Workload
+from experiments.settings.serving import Workload
 from mk.sampling import SamplingParams
 
 COMPLETIONS = "/completions"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from experiments import op_simulated, op_torch
-from experiments.decode_throughput import KV_STD, check, check_settings, open_runtime, plans
+from experiments.decode_throughput import KV_STD, check_steps, open_runtime, plans, require_card
 from experiments.device_weights import hold_weights
 from experiments.forced_routing import distinct_experts, forced_ids
 from experiments.kernel_checks import fill, same_bits
@@ -42,14 +42,14 @@ FLUSH = 4  # times the L2 that is read between sweeps
 
 def main(cfg: Config) -> int:
     """Exit status 0; whatever is wrong is an MkError."""
-    check_settings(cfg)
+    check_steps(cfg)
     require_greedy(cfg)
     if forced_ids(cfg.routing, geometry_of(cfg.model), 1, 1) is None:
         raise MkError(f"op_bench needs to know the experts, not routing={cfg.routing.name}", hint="routing=uniform")
     names = chosen(cfg)
     if not torch.cuda.is_available():
         return op_simulated.run(cfg, names)
-    check(cfg)
+    require_card(cfg)
     held = hold_weights(cfg, DEVICE)
     g = held.source.geometry
     programs, routes = plans(cfg, g)

@@ -18,7 +18,7 @@ from experiments.opening import sampling_of
 from experiments.prompts import sample_prompts
 from experiments.served_report import Report
 from experiments.served_rig import Asked, Bench, Ran, opened, require_context
-from experiments.settings import ServedStep
+from experiments.settings.serving import ServedStep
 from experiments.unread import require_router
 from mk.config import Config
 from mk.cuda_engine import CudaEngine

@@ -25,7 +25,7 @@ from evals.served import ABOUT_S, fetch
 from experiments import vllm_serve
 from experiments.baselines.vllm_process import add_info, find, parse_log
 from experiments.device_weights import open_weights
-from experiments.settings import Serve
+from experiments.settings.serving import Serve
 from mk.compose import to_yaml
 from mk.config import Config
 from mk.errors import MkError

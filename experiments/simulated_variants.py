@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from experiments.arms import require_apart, table
 from experiments.console import progress
 from experiments.forced_routing import RECORDED, forced_ids
-from experiments.settings import Variants
+from experiments.settings.decode import Variants
 from mk.build import NO_RUN_AHEAD, defines_of
 from mk.config import Config
 from mk.errors import MkError
@@ -25,9 +25,9 @@ BOUND = "no waits"  # what the arm of a bound is called
 ALONE = "as configured"  # the one of a configuration that is compared with nothing
 
 
-def run(cfg: Config, jobs: Sequence[tuple[str, Config]], to_previous: bool = False) -> int:
+def run(cfg: Config, jobs: Sequence[tuple[str, Config]], to_previous: bool = False, zero_wait: bool = False) -> int:
     """A simulated row a variant and batch, and their table. A variant without a simulation is named. to_previous:
-    ratios are to the variant before, else all to the first.
+    ratios are to the variant before, else all to the first. zero_wait: then also a row of the last one's bound.
 
     Exit status 0. Raises MkError as `able` does, before anything is written, and where two execute the same.
     """
@@ -59,7 +59,7 @@ def run(cfg: Config, jobs: Sequence[tuple[str, Config]], to_previous: bool = Fal
                     found.setdefault(label, []).append(row)
                     done(number)
             require_apart(executed, batch)
-            if settings.zero_wait and last is not None:
+            if zero_wait and last is not None:
                 job, geometry, sample = last
                 bound = simulated(cfg, BOUND, job, folder, geometry, sample, None, zero_wait=True)[0]
                 found.setdefault(BOUND, []).append(bound)
@@ -102,7 +102,7 @@ def unknown_to_simulator(job: Config) -> str | None:
     """What of a configuration cannot be simulated; None where everything can."""
     if set(defines_of(job)) - {NO_RUN_AHEAD}:
         return "another build of the kernel, of which the simulator knows nothing"
-    if job.experiment.launches != "step":
+    if getattr(job.experiment, "launches", "step") != "step":  # op_bench launches parts, which can be
         return "a step of many launches, of which the simulator knows nothing"
     if job.sampling.temperature > 0:
         return "the waves that draw tokens, which were never traced for the simulator"

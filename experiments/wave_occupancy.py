@@ -1,6 +1,6 @@
 """How long SMs idle in one layer of a step, wave by wave: a kernel an operation, and the megakernel; with a picture.
 
-Arms are variants as decode_throughput takes them, in trace builds, which are some percent slower; what is read is the
+Arms are variants of this configuration, in trace builds, which are some percent slower; what is read is the
 last step's trace. mk/occupancy.py says what idle is. The layer begins when the one before is complete, so that what the
 megakernel has streamed by then shows as the shorter layer, and idle time counts for the wave that ends next. Without a
 card, arms of one launch are simulated.
@@ -32,9 +32,11 @@ from mk.trace import StepTrace, records_of, records_of_launches
 
 def main(cfg: Config) -> int:
     """Exit status 0; whatever is wrong is an MkError."""
-    jobs, layer = variants(cfg), cfg.experiment.layer
+    jobs, layer = variants(cfg, lambda varied: varied), cfg.experiment.layer
     for _, job in jobs:
-        decode_throughput.check_settings(job, cfg.experiment.name)
+        decode_throughput.check_steps(job)
+        if job.engine.trace != "none":
+            raise MkError(f"wave_occupancy traces by itself, not by engine.trace={job.engine.trace}")
         g = geometry_of(job.model)
         if layer not in g.sparse_layers or layer == 0:
             others = [other for other in g.sparse_layers if other]
@@ -43,7 +45,7 @@ def main(cfg: Config) -> int:
     measured = torch.cuda.is_available()
     if measured:
         for _, job in jobs:
-            decode_throughput.check(job, cfg.experiment.name)
+            decode_throughput.require_card(job)
     else:
         jobs, left = simulated_variants.able(cfg, jobs)
         print("simulated: torch sees no GPU here", flush=True)

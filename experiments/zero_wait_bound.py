@@ -9,18 +9,15 @@ import torch
 
 from experiments import decode_throughput, simulated_variants
 from mk.config import Config
-from mk.errors import MkError
 from mk.runs import RunFolder
 
 
 def main(cfg: Config) -> int:
     """Exit status 0; whatever is wrong is an MkError."""
-    if not cfg.experiment.zero_wait:
-        raise MkError("zero_wait_bound is nothing without experiment.zero_wait", hint="experiment=decode_throughput")
-    job = decode_throughput.job_of(cfg)
+    job = decode_throughput.job_of(cfg, zero_wait=True)
     decode_throughput.check_settings(job, cfg.experiment.name)
     if not torch.cuda.is_available():
-        return simulated_variants.run(cfg, [(simulated_variants.ALONE, job)])
+        return simulated_variants.run(cfg, [(simulated_variants.ALONE, job)], zero_wait=True)
     decode_throughput.check(job, cfg.experiment.name)
     with RunFolder.create(cfg) as run:
         decode_throughput.run(job, within=run)

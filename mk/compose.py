@@ -1,6 +1,6 @@
 """From command-line overrides to a checked `Config`: composition by Hydra, typed settings, one-line errors.
 
-An experiment brings its own typed fields: a dataclass of experiments/settings.py, whose values stand in
+An experiment brings its own typed fields: a dataclass of experiments/settings, whose values stand in
 configs/experiment/<name>.yaml. A new experiment touches nothing in here.
 """
 
@@ -129,7 +129,7 @@ def _settings(experiment: str) -> type:
     settings = importlib.import_module("experiments.settings")
     schema: type | None = getattr(settings, experiment.title().replace("_", ""), None)
     if schema is None:
-        raise MkError(f"experiment {experiment} has no dataclass in experiments/settings.py")
+        raise MkError(f"experiment {experiment} has no dataclass in experiments/settings")
     return schema
 
 

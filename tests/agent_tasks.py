@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.settings import TASKS
+from experiments.settings.serving import TASKS
 
 RANGES = """def parse_ranges(text):
     pages = set()

@@ -19,6 +19,7 @@ from mk.config import Config
 
 # code that goes through all leaves alike: by the end of its file's name; generated methods have "<string>"
 PLUMBING = ("dataclasses.py", "<string>", "copy.py", "mk/validation.py", "mk/compose.py")
+COPYING = ("__post_init__", "job_of")  # functions that do
 PACKAGES = ("/omegaconf/", "/hydra/")
 
 
@@ -34,6 +35,18 @@ def schemas() -> list[type]:
         found.append(of)
         for hint in typing.get_type_hints(of).values():
             waiting += [hint, *typing.get_args(hint)]
+    return found
+
+
+def leaves_of(settings: Any) -> set[str]:
+    """Of an experiment's own part of a configuration."""
+    found = set()
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= leaves_of(value)
+        elif field.name != "name":
+            found.add(owner(type(settings), field.name))
     return found
 
 
@@ -81,4 +94,4 @@ def watched() -> Iterator[set[str]]:
 def _plumbing(frame: types.FrameType) -> bool:
     file = frame.f_code.co_filename
     generic = file.endswith(PLUMBING) or any(package in file for package in PACKAGES)
-    return generic or frame.f_code.co_name == "__post_init__"
+    return generic or frame.f_code.co_name in COPYING

@@ -10,8 +10,9 @@ INTERPRETED = ["model=nano", "weights=checkpoint", "gpu=cpu", "gpu.sms=2", "engi
 SERVED = [*INTERPRETED, "prefill=torch", "wave_order=default", "server=default"]
 SIMULATED = [
     *("model=nano", "weights=checkpoint", "gpu.sms=16", "experiment.batches=[2]", "experiment.context=64"),
-    *("experiment.steps=8", "experiment.warmup=2", "experiment.check_tokens=8"),
+    *("experiment.steps=8", "experiment.warmup=2"),
 ]
+CHECKED = [*SIMULATED, "experiment.check_tokens=8"]
 CLAIMERS = "schedule=work_stealing schedule.attention_claimers=8 schedule.moe_claimers=8"
 
 
@@ -21,29 +22,29 @@ def variants(*each: str) -> str:
 
 SMALL: dict[str, Sequence[str]] = {
     "quickstart": ["gpu.sms=2", "experiment.new_tokens=1", "experiment.ragged=null", "logger=wandb"],
-    "context_sweep": [*SIMULATED, variants("experiment.context=32,64")],
-    "decode_throughput": SIMULATED,
-    "zero_wait_bound": SIMULATED,
-    "vllm_decode": [*SIMULATED, "weights=random"],
-    "wave_order_ablation": SIMULATED,
-    "placement_ablation": SIMULATED,
-    "schedule_ablation": [*SIMULATED, variants("schedule=static", CLAIMERS)],
-    "routing_ablation": SIMULATED,
-    "kernel_ablation": SIMULATED,
+    "context_sweep": [*CHECKED, variants("experiment.context=32,64")],
+    "decode_throughput": CHECKED,
+    "zero_wait_bound": CHECKED,
+    "vllm_decode": [*CHECKED, "weights=random"],
+    "wave_order_ablation": CHECKED,
+    "placement_ablation": CHECKED,
+    "schedule_ablation": [*CHECKED, variants("schedule=static", CLAIMERS)],
+    "routing_ablation": CHECKED,
+    "kernel_ablation": CHECKED,
     "slow_sm": [
         *("model=nano", "weights=checkpoint", "gpu.sms=16", "experiment.batch=2", "experiment.context=64"),
         *("experiment.steps=4", "experiment.warmup=1", "experiment.sm=3"),
     ],
-    "ring_ablation": SIMULATED,
-    "sampling_ablation": SIMULATED,
-    "trace_ablation": SIMULATED,
-    "plan_ablation": [*SIMULATED, variants("wave_order=default,parted")],
+    "ring_ablation": CHECKED,
+    "sampling_ablation": CHECKED,
+    "trace_ablation": CHECKED,
+    "plan_ablation": [*CHECKED, variants("wave_order=default,parted")],
     "ladder": [
-        *SIMULATED,
+        *CHECKED,
         variants("placement=round_robin engine.handoff.barriers=true", "placement=round_robin", "placement=row_owner"),
     ],
     "op_bench": SIMULATED,
-    "transformers_decode": [*SIMULATED, "weights=random"],
+    "transformers_decode": [*CHECKED, "weights=random"],
     "wave_occupancy": [*SIMULATED, "experiment.layer=1"],
     "serving": [
         *SERVED,

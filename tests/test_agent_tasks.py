@@ -19,7 +19,7 @@ from experiments import agent_trial
 from experiments.agents import programs, scoring
 from experiments.agents.task import Task, diff, score
 from experiments.agents.trace import Trace
-from experiments.settings import TASKS
+from experiments.settings.serving import TASKS
 from mk.compose import load_config
 from mk.engine.scripted import Reply
 from mk.errors import MkError

@@ -252,8 +252,6 @@ def test_the_bound_has_an_experiment_of_its_own(stand_in: FakeLibrary, tmp_path:
     (folder,) = tmp_path.iterdir()
     assert "zero_wait_bound" in folder.name
     assert [row.bound for row in read_rows(folder / "rows.jsonl")] == [None, None, "zero_wait", "zero_wait"]
-    with pytest.raises(MkError, match="zero_wait_bound is nothing without"):
-        experiment_main("zero_wait_bound")(load_config([*preset, "experiment.zero_wait=false"]))
 
 
 @pytest.mark.parametrize("name", ["decode_throughput", "zero_wait_bound", "vllm_decode"])

@@ -8,20 +8,21 @@ import contextlib
 import copy
 import dataclasses
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from mk.compose import experiment_main, load_config, to_yaml, vary
-from mk.config import group_options
+from mk.config import Config, group_options
 from mk.errors import MkError
 from mk.kept import config_problems, read_configs
 from mk.programs import Plan
 from mk.recompute import different
 from mk.rows import SCHEMA, read_raw, read_rows
 from mk.sources import ROOT
-from tests.leaf_reads import all_leaves, watched
+from tests.leaf_reads import all_leaves, leaves_of, watched
 from tests.promotion import folder_of
 from tests.small_runs import AGAIN, READ_ELSEWHERE, REFUSED, ROWLESS, SMALL
 
@@ -48,26 +49,40 @@ def measured() -> Path:
     return min(folders, key=lambda folder: len(read_rows(folder / "rows.jsonl")))
 
 
+def small_run(name: str, overrides: Sequence[str], root: Path) -> tuple[Config, set[str]]:
+    """The configuration of a run that ended well, and the leaves that it read."""
+    with watched() as read:
+        config = load_config([f"experiment={name}", *overrides, f"run_dir={root}"])
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            assert not experiment_main(name)(config)
+    return config, read
+
+
 @needs_no_card
 @pytest.mark.timeout(600)
 def test_every_experiment_runs_small_and_every_leaf_is_read(tmp_path: Path, subtests: pytest.Subtests) -> None:
     rows = measured()
-    with watched() as read:
-        for name, overrides in (*SMALL.items(), *AGAIN.items()):
-            root = tmp_path / f"{name}{len(overrides)}"
-            with subtests.test(root.name):
-                given = [override.format(measured=rows) if "{m" in override else override for override in overrides]
-                config = load_config([f"experiment={name}", *given, f"run_dir={root}"])
-                with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                    assert not experiment_main(name)(config)
-                folder = folder_of(root)
-                found, raw = read_rows(folder / "rows.jsonl"), read_raw(folder / "raw.jsonl")
-                configs = read_configs(folder)
-                for row in found:
-                    assert list(config_problems(row, configs)) == []
-                    assert row.schema == SCHEMA and row.digest == row.computed_digest() and all(row.checks.values())
-                    assert list(different(row, raw[row.raw_sha256 or ""])) == []
-                assert found and (folder / "rows.csv").exists()
+    by_name: dict[str, set[str]] = {}
+    own: dict[str, set[str]] = {}
+    for name, overrides in (*SMALL.items(), *AGAIN.items()):
+        root = tmp_path / f"{name}{len(overrides)}"
+        with subtests.test(root.name):
+            given = [override.format(measured=rows) if "{m" in override else override for override in overrides]
+            config, leaves = small_run(name, given, root)
+            own[name] = leaves_of(config.experiment)
+            by_name[name] = by_name.get(name, set()) | leaves
+            folder = folder_of(root)
+            found, raw = read_rows(folder / "rows.jsonl"), read_raw(folder / "raw.jsonl")
+            configs = read_configs(folder)
+            for row in found:
+                assert list(config_problems(row, configs)) == []
+                assert row.schema == SCHEMA and row.digest == row.computed_digest() and all(row.checks.values())
+                assert list(different(row, raw[row.raw_sha256 or ""])) == []
+            assert found and (folder / "rows.csv").exists()
+    for name, leaves in own.items():
+        with subtests.test(f"{name} reads what is its own"):
+            assert sorted(leaves - by_name[name] - READ_ELSEWHERE.keys()) == []
+    read = set().union(*by_name.values())
     assert sorted(all_leaves() - read - READ_ELSEWHERE.keys()) == [], "leaves that nothing reads"
     assert sorted(READ_ELSEWHERE.keys() & read) == [], "read here, so not to be listed"
     assert len(read) > 100

@@ -107,7 +107,7 @@ def test_steps_are_queued_ahead(packed: PackedWeights, launches: str) -> None:
 
 
 NANO_RUN = ["model=nano", "weights=checkpoint", "experiment.batches=[2]", "experiment.context=300",
-            "experiment.warmup=2", "experiment.check_tokens=70"]  # fmt: skip
+            "experiment.warmup=2"]  # fmt: skip
 
 
 def rows_of(folder: Path) -> list[Row]:
@@ -118,7 +118,7 @@ def rows_of(folder: Path) -> list[Row]:
 @pytest.mark.timeout(600)
 def test_all_arms_of_the_ladder_leave_the_same_bits(tmp_path: Path) -> None:
     """Whether an arm differs from itself is nothing that so short a run can tell: its status is not looked at."""
-    more = ["experiment.steps=20", "experiment.rounds=2", f"run_dir={tmp_path}"]
+    more = ["experiment.check_tokens=70", "experiment.steps=20", "experiment.rounds=2", f"run_dir={tmp_path}"]
     ladder.main(load_config(["experiment=ladder", *NANO_RUN, *more]))
     *arms, bound = rows_of(tmp_path)
     assert len(arms) == 10 and bound.bound == "zero_wait"

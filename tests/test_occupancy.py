@@ -144,7 +144,7 @@ def test_there_are_records_for_every_launch_but_the_last(placement: str, n_sm: i
 
 # ---- the experiment ----
 RUN = ["experiment=wave_occupancy", "model=nano", "weights=checkpoint", "experiment.context=300", "experiment.steps=3",
-       "experiment.warmup=1", "experiment.check_tokens=8", "experiment.batches=[2]", "experiment.layer=2"]  # fmt: skip
+       "experiment.warmup=1", "experiment.batches=[2]", "experiment.layer=2"]  # fmt: skip
 
 
 def run(folder: Path, *more: str) -> tuple[list[Row], dict[str, dict], Path]:

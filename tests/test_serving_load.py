@@ -20,7 +20,7 @@ from experiments import load, serving
 from experiments.load_client import Answer, Client
 from experiments.load_figures import base_of, figures, percentile, raw_load
 from experiments.load_report import ONCE
-from experiments.settings import Workload
+from experiments.settings.serving import Workload
 from mk import results
 from mk.compose import load_config
 from mk.errors import MkError

@@ -78,6 +78,27 @@ def test_a_named_server_and_vllm_have_no_routing_mode(name: str, tmp_path: Path)
     assert not (tmp_path / "runs").exists()
 
 
+STEPS = ("zero_wait", "trace")
+UNKNOWN = {
+    "op_bench": (*STEPS, "launches", "check_tokens", "rounds"),
+    "wave_occupancy": (*STEPS, "check_tokens", "rounds"),
+    "schedule_search": (*STEPS, "launches"),
+    "zero_wait_bound": (*STEPS, "launches"),
+    "ladder": ("trace",),
+    **dict.fromkeys(("vllm_decode", "transformers_decode", "context_sweep", "plan_ablation"), STEPS),
+}
+
+
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in UNKNOWN.items() for key in keys])
+def test_what_an_experiment_of_decode_steps_leaves_alone_is_no_key_of_it(name: str, key: str) -> None:
+    with pytest.raises(MkError, match=f"unknown key experiment.{key}"):
+        load_config([f"experiment={name}", f"experiment.{key}=1"])
+
+
+def test_an_occupancy_traces_by_itself(tmp_path: Path) -> None:
+    assert "wave_occupancy traces by itself" in refusal("wave_occupancy", tmp_path, "engine.trace=waits")
+
+
 def test_what_is_left_alone_is_not_refused() -> None:
     cfg = load_config(["experiment=sanitize", "gpu=h100", "run_dir=elsewhere"])
     unread.require_untouched(cfg, unread.STEP)

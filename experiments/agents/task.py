@@ -27,7 +27,7 @@ from experiments.agents.programs import DEFAULT_CONTEXT, PROGRAMS, Place, find
 from experiments.agents.proxy import Proxy, recording
 from experiments.agents.trace import Trace
 from experiments.load_report import Engine
-from experiments.settings import TASKS
+from experiments.settings.serving import TASKS
 from mk.config import AgentConfig, Config
 from mk.errors import MkError
 from mk.processes import run_within
