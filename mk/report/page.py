@@ -118,11 +118,17 @@ def stale(results: Path, kept: Sequence[Kept]) -> Iterator[str]:
     drawn = charts(kept)
     named = dict(re.findall(r'<figure id="(\w+)" data-drawn-from="(\w+)">', text))
     now = {chart.name: chart.drawn_from for chart in drawn}
+    problems = []
     for name in sorted(now.keys() | named.keys()):
         if named.get(name) != now.get(name):
-            yield f"{PAGE}: {name} is not drawn from the rows that are kept: make figures"
+            problems.append(f"{PAGE}: {name} is not drawn from the rows that are kept: make figures")
         elif not (svg := results / FOLDER / f"{name}.svg").exists() or svg.read_text() not in text:
-            yield f"{FOLDER}/{name}.svg is not the one of {PAGE}: make figures"
+            problems.append(f"{FOLDER}/{name}.svg is not the one of {PAGE}: make figures")
     listed = re.findall(r"^<li>(.*)</li>$", text.partition('id="not-drawn"')[2], flags=re.M)
     if [html.unescape(line) for line in listed] != missing(kept, drawn):
-        yield f"{PAGE}: what it calls not drawn is not what no figure is of: make figures"
+        problems.append(f"{PAGE}: what it calls not drawn is not what no figure is of: make figures")
+    if not problems:  # the figures are these rows', by their digests: what else it says is written again
+        parts = [Part(c, (results / FOLDER / f"{c.name}.svg").read_text(), runs_of(c.rows)) for c in drawn]
+        if page(parts, missing(kept, drawn)) != text:
+            problems.append(f"{PAGE}: its tables or texts are not what the rows give: make figures")
+    yield from problems
