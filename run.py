@@ -77,8 +77,9 @@ def run(argv: list[str], trace: bool) -> int:
 
 def in_turn(jobs: list[list[str]], configs: list[Config], trace: bool) -> list[int]:
     """The exit status of each, one after the other in this process."""
-    from mk import compose, loggers
+    from mk import compose
     from mk.errors import tell
+    from mk.results import loggers
 
     loggers.begin_sweep(loggers.sweep_name(jobs))
     statuses = []

@@ -12,7 +12,7 @@ from typing import Any
 from evals.served import ServedEngine
 from mk.config import Config
 from mk.model.opening import Model, open_model
-from mk.rows import dtype_of
+from mk.results.rows import dtype_of
 from mk.server.app import create_app
 from mk.server.launch import build_service, in_background, version
 

@@ -13,7 +13,7 @@ from evals.benchmarks.base import Benchmark, Score
 from evals.completion import Completion
 from evals.figures import bootstrap_difference, mean_and_sd, share
 from mk.errors import MkError
-from mk.rows import Row
+from mk.results.rows import Row
 
 SCORES, REPORT = "scores.jsonl", "report.json"
 

@@ -29,9 +29,9 @@ from experiments.console import progress
 from experiments.opening import sampling_of
 from experiments.unread import require_router
 from mk.config import Config
-from mk.engines import require_engine
+from mk.engines.choice import require_engine
 from mk.errors import MkError
-from mk.runs import RunFolder
+from mk.results.runs import RunFolder
 
 
 def main(cfg: Config) -> int:

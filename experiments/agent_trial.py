@@ -23,8 +23,8 @@ from experiments.device_weights import open_weights
 from experiments.load_report import Engine, check_engines, measure_engines
 from mk.config import Config
 from mk.errors import MkError
-from mk.rows import Row
-from mk.runs import RunFolder
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
 from mk.sampling import SamplingParams
 
 WARM_TOKENS, CONTINUED_TOKENS = 8, 301  # generated, and of the continuation's own

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from mk.config import Config, resolved
 from mk.errors import MkError
-from mk.kept import EXECUTED, leaves_of, within
-from mk.rows import Row
-from mk.step_figures import Ratio
+from mk.results.kept import EXECUTED, leaves_of, within
+from mk.results.rows import Row
+from mk.results.step_figures import Ratio
 
 # what decode_throughput reads of a configuration
 READ = (*EXECUTED, "gpu", "engine.name", "experiment.context", "experiment.steps", "experiment.warmup",

@@ -7,9 +7,9 @@ from typing import Any
 
 from mk.config import Config
 from mk.model.opening import geometry_of
-from mk.rows import Row
-from mk.runs import RunFolder
-from mk.step_figures import experts_agree, median_ratio, raw_steps, step_figures
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
+from mk.results.step_figures import experts_agree, median_ratio, raw_steps, step_figures
 
 
 def append_beside(

@@ -19,12 +19,12 @@ from experiments.prompts import sample_prompts
 from experiments.served_rig import Bench, engine_fields, opened, require_context
 from experiments.unread import require_router
 from mk.config import Config
-from mk.cuda_engine import CudaEngine
-from mk.engines import require_engine
+from mk.engines.choice import require_engine
+from mk.engines.cuda import CudaEngine
 from mk.errors import MkError
-from mk.rows import Row
-from mk.runs import RunFolder
-from mk.step_figures import MS_DIGITS, block_ratio
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
+from mk.results.step_figures import MS_DIGITS, block_ratio
 
 SWITCHING, LARGEST, AGAIN = "every size", "the largest alone", "every size (again)"
 

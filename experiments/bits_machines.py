@@ -16,9 +16,9 @@ import torch
 from experiments.kernel_checks import fill, poison_activations
 from mk.interpreter import Machine
 from mk.interpreter.step import StepInputs
+from mk.kernel.runtime import Runtime
 from mk.kv import Blocks, KVCache
 from mk.model.packing import PackedWeights
-from mk.runtime import Runtime
 from mk.schedule.lower import Program
 
 PAGE_STD = 0.5  # of the noise that stands for keys and values

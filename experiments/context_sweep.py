@@ -17,8 +17,8 @@ from experiments.decode_variants import on_card, timed_variants
 from experiments.unread import require_greedy
 from mk.config import Config
 from mk.errors import MkError
-from mk.rows import Row
-from mk.runs import RunFolder
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
 
 
 def main(cfg: Config) -> int:

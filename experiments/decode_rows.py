@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from experiments.kernel_checks import Outcome
-from mk.build import Library
 from mk.config import Config
 from mk.errors import MkError
+from mk.kernel.build import Library
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
+from mk.results.step_figures import experts_agree, raw_steps, step_figures
 from mk.roofline import uniform_experts
-from mk.rows import Row
-from mk.runs import RunFolder
 from mk.schedule.lower import Program
-from mk.step_figures import experts_agree, raw_steps, step_figures
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,24 +29,24 @@ from experiments.kernel_checks import Outcome, fill, run_checks
 from experiments.opening import make_runtime, sampling_of
 from experiments.settings.decode import DecodeThroughput
 from experiments.unread import require_kernel
-from mk.build import DEPENDENT_LAUNCH, ZERO_WAIT_DEFINE, Library, build_for
 from mk.config import Config
 from mk.device import DeviceFacts
 from mk.errors import MkError
+from mk.kernel.build import DEPENDENT_LAUNCH, ZERO_WAIT_DEFINE, Library, build_for
+from mk.kernel.runtime import Runtime
+from mk.kernel.step_params import MAX_ROWS
+from mk.kernel.trace import StepTrace, causes_table, records_of
 from mk.kv import KINDS, PageAllocator, blocks_of
 from mk.model.geometry import Geometry
 from mk.model.opening import geometry_of
 from mk.model.packing import PackedWeights
 from mk.programs import Plan, Programs, bucket_for
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
 from mk.ring import MIN_WINDOW, SLOT_KB, UNSAFE_SLOTS, window_for
 from mk.routing import Trace
-from mk.rows import Row
-from mk.runs import RunFolder
-from mk.runtime import Runtime
 from mk.sampling import SamplingParams, sample_row
 from mk.schedule.lower import Program
-from mk.step_params import MAX_ROWS
-from mk.trace import StepTrace, causes_table, records_of
 
 KV_STD = 0.01
 SPARE_PAGES = 8  # that no sequence gets; they hold NaN while steps are timed

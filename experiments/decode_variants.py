@@ -24,9 +24,9 @@ from experiments.forced_routing import RECORDED
 from mk.compose import expand_sweep, vary
 from mk.config import Config
 from mk.errors import MkError
-from mk.rows import Row
-from mk.runs import RunFolder
-from mk.step_figures import block_ratio
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
+from mk.results.step_figures import block_ratio
 
 AGAIN = " (again)"  # what the first variant's second arm is called
 FAILS = (MkError, torch.cuda.OutOfMemoryError)  # what ends an arm, and no other one

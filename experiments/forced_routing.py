@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from mk.config import RoutingConfig
+from mk.kernel.step_params import MAX_ROWS
 from mk.model.geometry import Geometry
 from mk.routing import Uniform, make_router
-from mk.step_params import MAX_ROWS
 
 RECORDED = "recorded"  # routing.path of a variant: what routing=checkpoint chose before it in the same run
 

@@ -22,16 +22,16 @@ from experiments.bits_machines import BitsMachine, InterpreterBits, KernelBits
 from experiments.device_weights import open_weights, pack
 from experiments.opening import machine_under_test, make_runtime, plan_for
 from experiments.unread import require_greedy, require_router
-from mk.build import build_for
 from mk.compose import group_options, load_config
 from mk.config import Config
 from mk.errors import MkError
+from mk.kernel.build import build_for
+from mk.kernel.runtime import DELAYS
 from mk.kv import KVCache, PageAllocator, blocks_of, pages_of
 from mk.model.geometry import Geometry
 from mk.programs import Plan, Programs, bucket_for
-from mk.rows import Row
-from mk.runs import RunFolder
-from mk.runtime import DELAYS
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
 from mk.schedule.lower import Program
 from mk.schedule.placement import OWNING, PLACEMENTS
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from mk.errors import MkError
+from mk.kernel.runtime import Runtime
+from mk.kernel.step_params import MAX_ROWS
 from mk.kv import KINDS, PAGE, PageAllocator, blocks_of
 from mk.model import tensors
 from mk.model.geometry import Geometry
 from mk.model.reference import LayerOutput, Reference, ReferenceCache, rms_norm, top_k
 from mk.model.tensors import WeightSource
-from mk.runtime import Runtime
 from mk.schedule.lower import Program
-from mk.step_params import MAX_ROWS
 
 Starts = tuple[int | None, ...]
 """Step at which each row of a batch begins; None = it stays inactive."""

@@ -32,15 +32,15 @@ from experiments.layer_arms import (
 from experiments.needles import passes, place, returned, turned_away, with_needles
 from experiments.opening import machine_under_test, make_runtime, plan_for
 from experiments.unread import require_greedy, require_router
-from mk.build import build_for
 from mk.config import Config
+from mk.kernel.build import build_for
 from mk.kv import KINDS, KVCache, PageAllocator, blocks_of, pages_of
 from mk.model.geometry import Geometry
 from mk.model.reference import Reference
 from mk.model.tensors import WeightSource
 from mk.programs import Programs, bucket_for
-from mk.rows import Row
-from mk.runs import RunFolder
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
 from mk.splits import SplitPolicy
 
 ENOUGH_KEYS = 64  # of a context whose scores are counted

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.distances import LEAST_STD, figure, largest, number, read, worst_ratio
-from mk.rows import DISTANCE_BAR, Row
+from mk.results.rows import DISTANCE_BAR, Row
 
 Errors = Sequence[tuple[float, float]]
 

@@ -23,8 +23,8 @@ from experiments.decode_throughput import Bench
 from experiments.decode_variants import FAILS, on_card, variants
 from experiments.simulated_variants import BOUND
 from mk.config import Config
-from mk.rows import Row
-from mk.runs import RunFolder
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
 
 
 def main(cfg: Config) -> int:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from mk.interpreter import Machine
+from mk.kernel.runtime import Runtime
+from mk.kernel.step_params import MAX_ROWS
 from mk.kv import PAGE, KVCache, PageTable, kv_layers
 from mk.model.geometry import ROWS, Geometry
 from mk.model.greedy_oracle import layer_state
@@ -25,10 +27,8 @@ from mk.model.packing import PackedWeights
 from mk.model.reference import LayerOutput, Reference, ReferenceCache, rope_table, top_k
 from mk.page_layout import pack_keys, pack_values
 from mk.parts import InterpreterWorker, StepInput
-from mk.runtime import Runtime
 from mk.schedule.cut import cut, places
 from mk.schedule.lower import Program
-from mk.step_params import MAX_ROWS
 from mk.verify import verify
 
 EXPERTS_IMPLEMENTATION = "eager"  # of transformers: a loop over the experts that were chosen

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from experiments.load_client import Answer
-from mk.rows import Row
+from mk.results.rows import Row
 
 S_DIGITS = 6
 GAP_DIGITS = 3  # significant

@@ -17,10 +17,10 @@ from experiments.load_figures import as_many, base_of, raw_load
 from experiments.server_process import Running, our_server, vllm_server
 from experiments.unread import require_router
 from mk.config import Config
-from mk.engines import require_engine
+from mk.engines.choice import require_engine
 from mk.errors import MkError
-from mk.rows import Row
-from mk.runs import RunFolder
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
 
 BAR = 1.25  # ours by vLLM's average decode throughput, of requests that run beside each other
 ONCE = "one pass each, ours first: no interval"

@@ -25,14 +25,14 @@ from experiments.kernel_checks import fill, same_bits
 from experiments.op_figures import COLUMNS, line, told
 from experiments.op_parts import chosen, operations_of
 from experiments.unread import require_greedy
-from mk.build import build_for
 from mk.config import Config
 from mk.errors import MkError
+from mk.kernel.build import build_for
+from mk.kernel.launches import OperationLaunches
 from mk.kv import KINDS, PageAllocator
-from mk.launches import OperationLaunches
 from mk.model.opening import geometry_of
-from mk.rows import Row
-from mk.runs import RunFolder
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
 from mk.schedule.cut import cut
 from mk.schedule.lower import Program
 

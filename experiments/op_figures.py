@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from experiments.arms import effect
-from mk.recompute import card, geometry_of_row
+from mk.results.recompute import card, geometry_of_row
+from mk.results.rows import Row
+from mk.results.step_figures import MEASURED_ONLY, median_ratio
 from mk.roofline import operation_bytes
-from mk.rows import Row
-from mk.step_figures import MEASURED_ONLY, median_ratio
 
 
 def figures(row: Row, raw: dict[str, Any]) -> dict[str, Any]:

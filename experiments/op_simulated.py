@@ -14,7 +14,7 @@ from experiments.simulated_variants import ALONE, able
 from mk.config import Config
 from mk.model.opening import geometry_of
 from mk.programs import Plan, bucket_for
-from mk.runs import RunFolder
+from mk.results.runs import RunFolder
 from mk.schedule.cut import waves_of
 from mk.schedule.simulate import costs_of, ring_of, simulate
 from mk.schedule.simulator.expand import Sample

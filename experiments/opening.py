@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mk.build import Library
 from mk.config import Config
-from mk.engines import card_plan, cuda_obstacle
+from mk.engines.choice import card_plan, cuda_obstacle
 from mk.errors import MkError
-from mk.launches import RUNTIMES
+from mk.kernel.build import Library
+from mk.kernel.launches import RUNTIMES
+from mk.kernel.runtime import Runtime
 from mk.model.packing import PackedWeights
 from mk.programs import Plan
-from mk.runtime import Runtime
 from mk.sampling import SamplingParams
 
 

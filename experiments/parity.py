@@ -16,17 +16,18 @@ from experiments.opening import machine_under_test, plan_for
 from experiments.parity_checks import forced_logits, positions, reference_logits
 from experiments.prompts import sample_prompts
 from experiments.unread import require_greedy, require_router
-from mk.build import build_for
 from mk.config import Config
-from mk.cuda_engine import CudaEngine
-from mk.engines import Engine, MachineEngine
+from mk.engines.cuda import CudaEngine
+from mk.engines.interpreted import MachineEngine
+from mk.engines.protocol import Engine
 from mk.errors import MkError
+from mk.kernel.build import build_for
 from mk.model.hub import resolve_folder
 from mk.model.opening import NANO
 from mk.model.tensors import WeightSource
 from mk.model.tokenizer import load_tokenizer
-from mk.rows import Row, dtype_of
-from mk.runs import RunFolder
+from mk.results.rows import Row, dtype_of
+from mk.results.runs import RunFolder
 
 
 def main(cfg: Config) -> int:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from experiments.distances import figure, number, read
 from experiments.kernel_checks import Bfloat16Reference, OneLayer
-from mk.engines import Engine
+from mk.engines.protocol import Engine
 from mk.model.reference import Reference, ReferenceCache
 from mk.model.tensors import WeightSource
-from mk.rows import Row
+from mk.results.rows import Row
 from mk.sampling import SamplingParams
 
 BAR = 1.5  # times the noise floor

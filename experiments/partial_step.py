@@ -21,12 +21,12 @@ from experiments.device_weights import open_weights, pack
 from experiments.distances import figure, largest, number
 from experiments.opening import machine_under_test, make_runtime, plan_for
 from experiments.unread import require_greedy, require_router
-from mk.build import build_for
 from mk.config import Config
 from mk.errors import MkError
 from mk.interpreter import Machine
 from mk.interpreter.memory import Memory
 from mk.isa import Buffer
+from mk.kernel.build import build_for
 from mk.kv import KVCache, blocks_of
 from mk.model.tensors import WeightSource
 from mk.parts import (
@@ -43,8 +43,8 @@ from mk.parts import (
 from mk.parts.compare import Difference
 from mk.parts.fields import Mask
 from mk.programs import Programs, bucket_for
-from mk.rows import Row
-from mk.runs import RunFolder
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
 from mk.schedule.cut import before, waves_of
 from mk.schedule.lower import Program
 

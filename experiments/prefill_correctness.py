@@ -34,8 +34,8 @@ from mk.errors import MkError
 from mk.model.packing import PackedWeights
 from mk.model.reference import Reference
 from mk.model.tensors import WeightSource
-from mk.rows import Row
-from mk.runs import RunFolder
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
 from prefill.interpreted import require_interpreter
 
 SCORED = 16  # last tokens whose scores are looked at

@@ -16,7 +16,7 @@ from typing import Any
 
 from experiments.distances import LEAST_STD, figure, largest, number, read, worst_ratio
 from experiments.kernel_checks import SLACK
-from mk.rows import DISTANCE_BAR, Row
+from mk.results.rows import DISTANCE_BAR, Row
 
 PARTS = ("attention", "ffn", "keys", "values")
 GROUPS = {"attention": ("attention",), "ffn": ("ffn",), "kv": ("keys", "values")}  # of a row's fields

@@ -11,9 +11,9 @@ import torch
 
 from experiments.device_clock import one_by_one
 from mk.model.geometry import Geometry
-from mk.recompute import geometry_of_row
+from mk.results.recompute import geometry_of_row
+from mk.results.rows import Row
 from mk.roofline import prefill_flop, visible_pairs
-from mk.rows import Row
 
 MATRIX = 8192  # rows, columns and k of torch's product on a card,
 MATRIX_CPU = 1024  # and on a CPU

@@ -12,13 +12,13 @@ from torch import Tensor
 from mk.config import Config
 from mk.device import DeviceFacts
 from mk.errors import MkError
+from mk.kernel.step_params import KV_BLOCK
 from mk.kv import KINDS, PAGE, PageAllocator, blocks_of, first_visible, kv_layers, pages_for_contexts
 from mk.model.geometry import Geometry
 from mk.model.opening import geometry_of
 from mk.model.packing import PackedWeights
 from mk.model.tensors import parameter_count
 from mk.page_layout import unpack_keys, unpack_values
-from mk.step_params import KV_BLOCK
 from prefill.activations import Activations
 from prefill.interpreted import require_interpreter
 from prefill.tiles import Tiles

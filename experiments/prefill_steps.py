@@ -9,14 +9,14 @@ from torch import Tensor
 
 from experiments.opening import make_runtime, plan_for
 from experiments.prefill_rig import Rig
-from mk.build import build_for
 from mk.config import Config
 from mk.interpreter import Machine
+from mk.kernel.build import build_for
+from mk.kernel.step_params import MAX_ROWS
 from mk.kv import KINDS, KVCache, blocks_of, pages_for_contexts
 from mk.model.packing import PackedWeights
 from mk.parts import InterpreterWorker, StepInput
 from mk.programs import Programs, bucket_for
-from mk.step_params import MAX_ROWS
 from prefill.interpreted import hand_over
 
 

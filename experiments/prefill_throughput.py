@@ -23,8 +23,8 @@ from mk.config import Config
 from mk.errors import MkError
 from mk.model.packing import PackedWeights
 from mk.model.tensors import WeightSource
-from mk.rows import Row
-from mk.runs import RunFolder
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
 from prefill.chunks import Prompt
 
 SHORT = 17  # tokens of a prompt that the checked one is packed with, and where that is cut

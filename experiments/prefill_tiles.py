@@ -18,11 +18,11 @@ from experiments.prefill_rates import Matrix
 from experiments.prefill_rig import device_of, engine_on
 from experiments.unread import PLANNED, require_greedy, require_router, require_untouched
 from mk.config import Config
+from mk.kernel.step_params import KV_BLOCK
 from mk.kv import KINDS, PageAllocator, blocks_of, kv_layers
 from mk.model.geometry import Geometry
 from mk.model.packing import PackedWeights
-from mk.runs import RunFolder
-from mk.step_params import KV_BLOCK
+from mk.results.runs import RunFolder
 from mk.validation import require_one_of
 from prefill.chunks import Piece, Prompt, token_tiles
 from prefill.tiles import HOPPER, AttentionTile, ProductTile, Tiles

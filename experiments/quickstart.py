@@ -16,11 +16,11 @@ from experiments.prompts import sample_prompts, text_prompts
 from experiments.quickstart_report import Decoded, Report, indent
 from mk.config import Config
 from mk.decode import Decoder, Request
-from mk.engines import make_engine, require_engine, require_positions
+from mk.engines.choice import make_engine, require_engine, require_positions
 from mk.model.opening import Model, open_model
 from mk.model.packing import WeightLayout
+from mk.results.runs import RunFolder
 from mk.routing import make_router
-from mk.runs import RunFolder
 from mk.sampling import SamplingParams
 
 Prompts = Sequence[Sequence[int]]

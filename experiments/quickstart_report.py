@@ -12,14 +12,15 @@ from typing import Any
 from experiments.console import progress
 from mk.config import Config
 from mk.decode import Request
-from mk.engines import Engine, engine_name
+from mk.engines.choice import engine_name
+from mk.engines.protocol import Engine
 from mk.interpreter import StepOutputs
 from mk.model.greedy_oracle import TRANSFORMERS, Divergence, GreedyOracle
 from mk.model.opening import Model
 from mk.model.tensors import parameter_count
+from mk.results.rows import Row, dtype_of
+from mk.results.runs import RunFolder
 from mk.routing import Trace
-from mk.rows import Row, dtype_of
-from mk.runs import RunFolder
 
 
 @dataclass(slots=True)

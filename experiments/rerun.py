@@ -15,9 +15,9 @@ from pathlib import Path
 from mk.compose import experiment_main, load_config, stored_config
 from mk.config import Config, config_hash, resolved
 from mk.errors import MkError
-from mk.kept import read_configs
-from mk.rows import Row, read_rows
-from mk.sources import ROOT, source_hash
+from mk.results.kept import read_configs
+from mk.results.rows import Row, read_rows
+from mk.results.sources import ROOT, source_hash
 from mk.validation import closest
 
 # what makes a row the other's repetition; rows that agree in all of it come in the same order

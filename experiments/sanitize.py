@@ -32,8 +32,8 @@ from experiments.unread import STEP, require_untouched
 from mk.config import Config
 from mk.device import DeviceFacts
 from mk.errors import MkError
-from mk.rows import Row
-from mk.runs import ROOT, RunFolder
+from mk.results.rows import Row
+from mk.results.runs import ROOT, RunFolder
 
 ARM = f"static lists, then work stealing, on {SMS} SMs"
 PLANTED = "MK_PLANTED_RACE"

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 import torch
 
 from experiments.kernel_checks import fill
-from mk.build import Library, build_for
 from mk.compose import load_config
+from mk.kernel.build import Library, build_for
+from mk.kernel.runtime import Runtime
 from mk.kv import KINDS, PageAllocator, blocks_of
 from mk.model.checkpoint import load_checkpoint
 from mk.model.geometry import Geometry
 from mk.model.opening import NANO
 from mk.model.packing import PackedWeights
 from mk.programs import Plan, Programs
-from mk.runtime import Runtime
 
 SMS = 6  # a residual strip's owner keeps four of nano's sixteen
 CLAIM_AHEAD = 2

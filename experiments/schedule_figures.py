@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from mk.recompute import steps
-from mk.rows import Row
+from mk.results.recompute import steps
+from mk.results.rows import Row
 
 BOUNDS = ("dependencies_ms", "zero_wait_ms", "busiest_ms", "bytes_ms")
 
 
 def simulated(row: Row, raw: dict[str, Any]) -> dict[str, Any]:
-    """Of one simulated step, mk/step_figures.py's raw data; bounds_ms: of its schedule; rivals_ms: of all schedules
-    for the same routing."""
+    """Of one simulated step, raw data as of mk/results/step_figures.py; bounds_ms: of its schedule; rivals_ms: of all
+    schedules for the same routing."""
     found = steps(row, raw) | {name: raw["bounds_ms"][name] for name in BOUNDS if "bounds_ms" in raw}
     if "rivals_ms" in raw:
         found["regret"] = found["p50_ms"] / min(raw["rivals_ms"]) - 1

@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from mk.report.palette import PALE, SIMULATED
-from mk.rows import Row
+from mk.results.rows import Row
 
 LABELS = ("round_robin", "row_owner", "configured", "greedy", "search")
 BOUNDS = {"bytes_ms": "bytes", "zero_wait_ms": "zero wait", "busiest_ms": "busiest SM", "dependencies_ms": "chain"}

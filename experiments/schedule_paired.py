@@ -9,8 +9,8 @@ from experiments.arms import table
 from experiments.decode_throughput import Bench, job_of
 from experiments.decode_variants import FAILS, append, in_turn, opened
 from mk.config import Config
-from mk.rows import Row
-from mk.runs import RunFolder
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
 
 CONFIGURED = "configured"
 

@@ -25,15 +25,15 @@ from mk.graph import LAYER_WAVES
 from mk.model.geometry import PRESETS, Geometry
 from mk.model.opening import geometry_of
 from mk.programs import Plan, bucket_for
-from mk.rows import Row
-from mk.runs import RunFolder
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
+from mk.results.step_figures import raw_steps
 from mk.schedule.bounds import bounds
 from mk.schedule.search import Judge, search
 from mk.schedule.simulate import costs_of, estimate, ring_of
 from mk.schedule.simulator.expand import Sample
 from mk.schedule.simulator.work import Ring
 from mk.schedule.stored import StoredSchedule
-from mk.step_figures import raw_steps
 from mk.verify import verify
 
 

@@ -20,8 +20,8 @@ from experiments.agents.programs import opencode_settings
 from experiments.console import progress
 from mk.compose import stored_config
 from mk.config import Config
-from mk.cuda_engine import CudaEngine
-from mk.engines import require_engine
+from mk.engines.choice import require_engine
+from mk.engines.cuda import CudaEngine
 from mk.errors import tell
 from mk.model.opening import open_model
 from mk.model.packing import WeightLayout

@@ -11,12 +11,12 @@ import numpy as np
 
 from experiments.served_rig import Ran, engine_fields
 from mk.config import Config
-from mk.cuda_engine import CudaEngine
-from mk.engines import PagedEngine
+from mk.engines.cuda import CudaEngine
+from mk.engines.protocol import PagedEngine
 from mk.errors import MkError
-from mk.rows import Row
-from mk.runs import RunFolder
-from mk.step_figures import MS_DIGITS, raw_steps
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
+from mk.results.step_figures import MS_DIGITS, raw_steps
 
 TARGET = 1.03  # served steps by the engine's own
 US_DIGITS = 2

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from experiments.opening import sampling_of
+from mk.batching.core import Core
+from mk.batching.request import Delivery, GenerationParams, Request
+from mk.batching.worker import Worker
 from mk.config import Config
-from mk.cuda_engine import CudaEngine
 from mk.decode_loop import DecodeLoop, LoopStep, Run
-from mk.engine.core import Core
-from mk.engine.request import Delivery, GenerationParams, Request
-from mk.engine.worker import Worker
-from mk.engines import PagedEngine
+from mk.engines.cuda import CudaEngine
+from mk.engines.protocol import PagedEngine
 from mk.errors import MkError
 from mk.model.opening import open_model
 from mk.model.tokenizer import Tokenizer
-from mk.rows import dtype_of
+from mk.results.rows import dtype_of
 from mk.sampling import SamplingParams
 from mk.server.launch import build_service
 from prefill.chunks import Prompt

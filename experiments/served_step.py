@@ -21,12 +21,13 @@ from experiments.served_rig import Asked, Bench, Ran, opened, require_context
 from experiments.settings.serving import ServedStep
 from experiments.unread import require_router
 from mk.config import Config
-from mk.cuda_engine import CudaEngine
-from mk.engines import PagedEngine, require_engine
+from mk.engines.choice import require_engine
+from mk.engines.cuda import CudaEngine
+from mk.engines.protocol import PagedEngine
 from mk.errors import MkError
-from mk.runs import RunFolder
+from mk.kernel.step_params import HOST_STEPS
+from mk.results.runs import RunFolder
 from mk.sampling import SamplingParams, sample_row
-from mk.step_params import HOST_STEPS
 
 NEWCOMER_TOKENS = 8
 SETTLED_TOKENS = 8  # that every request has before another one enters

@@ -31,9 +31,9 @@ from mk.config import Config
 from mk.errors import MkError
 from mk.model.random_weights import RandomWeights
 from mk.processes import log_end, started
-from mk.rows import dtype_of
+from mk.results.rows import dtype_of
+from mk.results.sources import ROOT
 from mk.server.launch import API_KEY, listen
-from mk.sources import ROOT
 
 STOP_S = 20.0  # that a server may take to end its processes before they are killed
 DYING_S = 2.0  # between a connection that breaks and the end of the process that broke it

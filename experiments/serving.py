@@ -18,7 +18,7 @@ from experiments.opening import sampling_of
 from mk.config import Config
 from mk.device import card_state
 from mk.errors import MkError
-from mk.runs import RunFolder
+from mk.results.runs import RunFolder
 
 
 def main(cfg: Config) -> int:

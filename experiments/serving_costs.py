@@ -17,15 +17,15 @@ import numpy as np
 
 from experiments.prompts import sample_prompts
 from experiments.unread import require_greedy, require_router
+from mk.batching.core import Core
+from mk.batching.logits import logprobs_of, needs_logits, pick
+from mk.batching.request import Delivery, GenerationParams, Phase, Request, Sampled
 from mk.config import Config
-from mk.engine.core import Core
-from mk.engine.logits import logprobs_of, needs_logits, pick
-from mk.engine.request import Delivery, GenerationParams, Phase, Request, Sampled
 from mk.errors import MkError
 from mk.model.geometry import PAGE
 from mk.model.opening import open_model
-from mk.rows import Row, dtype_of
-from mk.runs import RunFolder
+from mk.results.rows import Row, dtype_of
+from mk.results.runs import RunFolder
 from mk.sampling import SamplingParams
 from mk.server.launch import build_service
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mk.rows import Row
+from mk.results.rows import Row
 
 
 def cached_answers(row: Row, raw: dict[str, Any]) -> dict[str, Any]:

@@ -8,18 +8,18 @@ from experiments.arms import require_apart, table
 from experiments.console import progress
 from experiments.forced_routing import RECORDED, forced_ids
 from experiments.settings.decode import Variants
-from mk.build import NO_RUN_AHEAD, defines_of
 from mk.config import Config
 from mk.errors import MkError
+from mk.kernel.build import NO_RUN_AHEAD, defines_of
 from mk.model.geometry import Geometry
 from mk.model.opening import geometry_of
 from mk.programs import Plan, bucket_for
-from mk.rows import Row
-from mk.runs import RunFolder
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
+from mk.results.step_figures import block_ratio, raw_steps, simulated_figures
 from mk.schedule.lower import Program
 from mk.schedule.simulate import costs_of, estimate, ring_of
 from mk.schedule.simulator.expand import Sample
-from mk.step_figures import block_ratio, raw_steps, simulated_figures
 
 BOUND = "no waits"  # what the arm of a bound is called
 ALONE = "as configured"  # the one of a configuration that is compared with nothing

@@ -10,7 +10,7 @@ from experiments.console import progress
 from experiments.unread import require_greedy
 from mk.config import Config
 from mk.errors import MkError
-from mk.runs import RunFolder
+from mk.results.runs import RunFolder
 from mk.schedule.measured import Measured, read_folder
 from mk.schedule.simulate import costs_of
 

@@ -22,20 +22,20 @@ from experiments.forced_routing import forced_ids
 from experiments.kernel_checks import same_bits
 from experiments.opening import make_runtime
 from experiments.unread import require_greedy, require_kernel, require_untouched
-from mk.build import build_for
 from mk.config import Config
 from mk.device import DeviceFacts
 from mk.errors import MkError
+from mk.kernel.build import build_for
+from mk.kernel.runtime import DELAYS, Runtime
 from mk.kv import blocks_of
 from mk.model.opening import geometry_of
 from mk.programs import Plan, Programs, bucket_for
-from mk.runs import RunFolder
-from mk.runtime import DELAYS, Runtime
+from mk.results.runs import RunFolder
+from mk.results.step_figures import raw_steps, simulated_figures, step_figures
 from mk.sampling import SamplingParams
 from mk.schedule.lower import Program
 from mk.schedule.simulate import costs_of, ring_of, simulate
 from mk.schedule.simulator.expand import Sample
-from mk.step_figures import raw_steps, simulated_figures, step_figures
 
 DEVICE = torch.device("cuda")
 SEED = 0

@@ -17,8 +17,8 @@ from mk.config import Config
 from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.probes.handoff import launch, matrix, open_library
-from mk.rows import Row
-from mk.runs import RunFolder
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
 from mk.schedule.sm_map import SmMap
 
 DIGITS = 1  # of a nanosecond, that are kept

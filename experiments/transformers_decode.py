@@ -27,7 +27,7 @@ from mk.config import Config
 from mk.device import card_state
 from mk.errors import MkError
 from mk.model.geometry import Geometry
-from mk.runs import RunFolder
+from mk.results.runs import RunFolder
 
 DEVICE = decode_throughput.DEVICE
 

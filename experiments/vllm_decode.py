@@ -15,7 +15,7 @@ from experiments.unread import require_greedy
 from mk.compose import vary
 from mk.config import Config
 from mk.errors import MkError
-from mk.runs import RunFolder
+from mk.results.runs import RunFolder
 
 
 def main(cfg: Config) -> int:

@@ -14,8 +14,8 @@ from experiments.decode_throughput import KV_STD
 from mk.config import Config
 from mk.errors import MkError
 from mk.model.opening import geometry_of
-from mk.rows import Row
-from mk.runs import RunFolder
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
 
 TPOT_APART = 0.05  # relative: a p50 that the difference of two lengths contradicts by more is unstable
 SPREAD = 1.2  # p90 / p10 of a stable row

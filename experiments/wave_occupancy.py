@@ -1,9 +1,9 @@
 """How long SMs idle in one layer of a step, wave by wave: a kernel an operation, and the megakernel; with a picture.
 
 Arms are variants of this configuration, in trace builds, which are some percent slower; what is read is the
-last step's trace. mk/occupancy.py says what idle is. The layer begins when the one before is complete, so that what the
-megakernel has streamed by then shows as the shorter layer, and idle time counts for the wave that ends next. Without a
-card, arms of one launch are simulated.
+last step's trace. mk/kernel/occupancy.py says what idle is. The layer begins when the one before is complete, so that
+what the megakernel has streamed by then shows as the shorter layer, and idle time counts for the wave that ends next.
+Without a card, arms of one launch are simulated.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from experiments import decode_throughput, simulated_variants
 from experiments.decode_throughput import configured_sampling, measure, noting, open_runtime, plans
 from experiments.decode_variants import variants
 from experiments.device_weights import hold_weights
-from mk.build import DEPENDENT_LAUNCH, build_for
 from mk.config import Config
 from mk.errors import MkError
-from mk.launches import WaveLaunches
+from mk.kernel.build import DEPENDENT_LAUNCH, build_for
+from mk.kernel.launches import WaveLaunches
+from mk.kernel.occupancy import Spans, busy, ends_of_layer, idle_by_wave
+from mk.kernel.trace import StepTrace, records_of, records_of_launches
 from mk.model.opening import geometry_of
-from mk.occupancy import Spans, busy, ends_of_layer, idle_by_wave
 from mk.programs import Plan, bucket_for
-from mk.rows import Row
-from mk.runs import RunFolder
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
 from mk.schedule.simulate import costs_of, first_layers, ring_of, simulate
 from mk.schedule.simulator.expand import Sample
-from mk.trace import StepTrace, records_of, records_of_launches
 
 
 def main(cfg: Config) -> int:

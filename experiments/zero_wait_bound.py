@@ -9,7 +9,7 @@ import torch
 
 from experiments import decode_throughput, simulated_variants
 from mk.config import Config
-from mk.runs import RunFolder
+from mk.results.runs import RunFolder
 
 
 def main(cfg: Config) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from mk.engines import Engine
+from mk.engines.protocol import Engine
 from mk.errors import MkError
 from mk.interpreter import Status, StepOutputs
 from mk.sampling import NO_TOKEN, SamplingParams, sample_row

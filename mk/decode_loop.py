@@ -3,7 +3,7 @@
 A `DecodeLoop` owns decode. `resume` lets a batch go on; steps then follow one another without anybody's help, `read`
 gives their tokens, and `grant` lets rows go further while they run. It parks when asked, and by itself before a step
 that would take a row beyond its pages or its tokens, or once a row has ended. What was launched is always read: no
-step is decoded twice. `mk/native_loop.py` is the one over the kernel, `TwinLoop` the one over an engine in Python.
+step is decoded twice. `mk/kernel/native_loop.py` has the one over the kernel, `TwinLoop` is over an engine in Python.
 """
 
 from __future__ import annotations

@@ -23,11 +23,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from mk import compose, loggers
+from mk import compose
 from mk.config import CONFIG_DIR
 from mk.errors import MkError, tell
 from mk.processes import below, children, processes
-from mk.sources import ROOT
+from mk.results import loggers
+from mk.results.sources import ROOT
 
 KEY = "hydra/launcher"
 LAUNCHER_FAILED = 1  # with which Hydra ends the process, after it has printed why

@@ -9,10 +9,10 @@ import numpy.typing as npt
 import torch
 
 from mk.errors import MkError
+from mk.kernel.step_params import KV_BLOCK
 from mk.kv import KINDS, KVCache, PageAllocator, kv_layers
 from mk.model.packing import PackedWeights
 from mk.page_layout import hand_over, pack_keys, pack_values
-from mk.step_params import KV_BLOCK
 from prefill.chunks import Prompt
 from prefill.kernels import interpreted
 from prefill.triton_prefill import TritonPrefill

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mk.build import CSRC
+from mk.kernel.build import CSRC
 
 
 def constants() -> dict[str, int]:

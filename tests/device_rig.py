@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mk.build import Library
 from mk.device import DeviceFacts
-from mk.launches import WaveLaunches
+from mk.kernel.build import Library
+from mk.kernel.launches import WaveLaunches
+from mk.kernel.runtime import Runtime
+from mk.kernel.step_params import HOST_STEPS, ROW_SAMPLING, StepParams
 from mk.model.geometry import Geometry
-from mk.runtime import Runtime
 from mk.sampling import NO_TOKEN, SamplingParams, sample_row
 from mk.splits import SplitPolicy
-from mk.step_params import HOST_STEPS, ROW_SAMPLING, StepParams
 from tests.loop_rig import IDLE, LAUNCH, STATE, python_card
 
 H200 = DeviceFacts("NVIDIA H200", 132, 227 * 1024, (9, 0))

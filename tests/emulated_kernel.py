@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mk.build import CSRC, geometry_header
 from mk.isa import ISA, Word, Words, c_header
+from mk.kernel.build import CSRC, geometry_header
+from mk.kernel.step_params import HOST_STEP, HOST_STEPS, MAX_ROWS, StepParams, buffer_shapes, pack_sampling
 from mk.model.geometry import Geometry
 from mk.sampling import SamplingParams
 from mk.schedule.lower import Program
 from mk.splits import SplitPolicy
-from mk.step_params import HOST_STEP, HOST_STEPS, MAX_ROWS, StepParams, buffer_shapes, pack_sampling
 
 EMULATED = Path(__file__).parent / "emulated"
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from mk.engine.core import Core
-from mk.engine.policy import Policy
-from mk.engine.request import Delivery, GenerationParams, Request, Sampled
-from mk.engine.scripted import SURE, ScriptedEngine
-from mk.engines import MachineEngine
+from mk.batching.core import Core
+from mk.batching.policy import Policy
+from mk.batching.request import Delivery, GenerationParams, Request, Sampled
+from mk.engines.interpreted import MachineEngine
+from mk.engines.scripted import SURE, ScriptedEngine
 from mk.graph import LAYER_WAVES
 from mk.kv import KINDS
 from mk.programs import Plan

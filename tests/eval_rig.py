@@ -14,7 +14,7 @@ from evals.samples import Sample, read_samples
 from experiments.accuracy import main
 from mk.compose import load_config
 from mk.errors import MkError
-from mk.rows import Row, read_rows
+from mk.results.rows import Row, read_rows
 from tests.server_rig import thought
 
 CHECKS = {"samples_are_requests": True, "seeds_differ": True, "metrics_are_requests": True}  # of a run that is sound

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from mk.build import CSRC
+from mk.kernel.build import CSRC
 
 SOURCES = Path(__file__).parent / "decode_loop"
 HEADERS = ("host_step.cuh", "decode_loop.cuh", "loop_interface.cuh")

@@ -11,12 +11,12 @@ from mk.graph import StepShape
 from mk.interpreter import Machine, StepInputs
 from mk.interpreter.memory import Memory
 from mk.isa import Word
+from mk.kernel.runtime import Runtime
+from mk.kernel.step_params import MAX_ROWS
 from mk.kv import KINDS, KVCache
 from mk.model.geometry import Geometry
 from mk.parts import InterpreterWorker, KernelWorker, StepInput, synthetic_pages
 from mk.parts.device import download, download_pages, upload, upload_pages
-from mk.runtime import Runtime
-from mk.step_params import MAX_ROWS
 from tests.device_rig import FakeLibrary, fake_build
 from tests.interpreter_rig import GEOMETRY, MAX_BLOCKS, weights
 

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
-from mk import results, runs
-from mk.rows import Row, read_rows
-from mk.sources import FILES, source_hash
+from mk.results import runs
+from mk.results.checks import _source_problem
+from mk.results.promote import commit_of, promote
+from mk.results.rows import Row, read_rows
+from mk.results.sources import FILES, source_hash
+from mk.results.verify import verify
 
 
 @pytest.fixture
@@ -28,8 +31,8 @@ def repository(tmp_path: Path) -> Path:
         ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one"],
     ):
         subprocess.run(["git", *command], cwd=root, check=True)
-    results.commit_of.cache_clear()
-    results._source_problem.cache_clear()
+    commit_of.cache_clear()
+    _source_problem.cache_clear()
     return root
 
 
@@ -50,7 +53,7 @@ def commit(root: Path) -> str:
 
 def problems(root: Path, readme: str = "") -> list[str]:
     (root / "README.md").write_text(readme)
-    return results.verify(root / "results", root / "README.md", root)[0]
+    return verify(root / "results", root / "README.md", root)[0]
 
 
 def edit(path: Path, line: int, change: Callable[[dict], dict]) -> None:
@@ -70,7 +73,7 @@ def require_kept(root: Path, run: Path, **edits: Callable[[Any], Any]) -> list[R
 
     They stand as they are; each field of `edits`, changed in the first row that has it and sealed anew, does not.
     """
-    (folder,) = results.promote(run, root / "results", root)
+    (folder,) = promote(run, root / "results", root)
     assert problems(root) == []
     path = folder / "rows.jsonl"
     text, rows = path.read_text(), read_rows(path)

@@ -16,11 +16,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from mk.kept import hash_of
 from mk.report.chart import Chart
 from mk.report.kept_rows import Kept, read_kept
 from mk.report.page import charts, missing
-from mk.sources import ROOT
+from mk.results.kept import hash_of
+from mk.results.sources import ROOT
 
 RESULTS = ROOT / "results"
 

@@ -14,11 +14,11 @@ import httpx
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from mk.engine.core import Core
-from mk.engine.policy import Policy
-from mk.engine.scripted import Replies, Reply, ScriptedEngine
-from mk.engine.worker import Worker
-from mk.engines import PagedEngine
+from mk.batching.core import Core
+from mk.batching.policy import Policy
+from mk.batching.worker import Worker
+from mk.engines.protocol import PagedEngine
+from mk.engines.scripted import Replies, Reply, ScriptedEngine
 from mk.kv import KINDS
 from mk.model.opening import NANO
 from mk.model.tokenizer import Tokenizer, load_tokenizer

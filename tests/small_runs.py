@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mk.sources import ROOT
+from mk.results.sources import ROOT
 
 INTERPRETED = ["model=nano", "weights=checkpoint", "gpu=cpu", "gpu.sms=2", "engine=interpreter"]
 SERVED = [*INTERPRETED, "prefill=torch", "wave_order=default", "server=default"]
@@ -136,8 +136,8 @@ READ_ELSEWHERE = {
     ),
     "BenchmarkConfig.split": "evals/benchmarks/scicode.py",
     "Config.debug": "experiments/rerun.py",
-    "EngineConfig.run_ahead": "mk/engines.py",
-    "EngineConfig.script": "mk/engines.py",
+    "EngineConfig.run_ahead": "mk/engines/choice.py",
+    "EngineConfig.script": "mk/engines/choice.py",
     "GpuConfig.l2_mb": "experiments/op_bench.py",
     "GpuConfig.measured": "mk/config.py",  # whether there has to be a measured_tb_s
     "GpuConfig.smem_per_block_kb": "mk/device.py",

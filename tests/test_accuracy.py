@@ -28,7 +28,7 @@ from evals.samples import FILE, SampleStore, read_samples
 from experiments.accuracy import main
 from mk.compose import load_config
 from mk.errors import MkError
-from mk.rows import read_rows
+from mk.results.rows import read_rows
 from mk.sampling import SamplingParams
 from tests.promotion import committed, no, repository, require_kept
 from tests.test_benchmarks import SCICODE_ROW, scicode

@@ -16,7 +16,7 @@ from experiments.agents.proxy import recording
 from experiments.agents.task import sampling
 from experiments.agents.trace import Trace
 from experiments.load_client import Answer
-from mk.rows import Row, read_raw
+from mk.results.rows import Row, read_raw
 from mk.sampling import SamplingParams
 from tests.agent_tasks import RANGES
 from tests.promotion import committed, repository

@@ -14,7 +14,7 @@ from experiments import agent_trial
 from experiments.agents.trace import Trace
 from mk.compose import load_config
 from mk.errors import MkError
-from mk.rows import read_rows
+from mk.results.rows import read_rows
 from mk.sampling import SamplingParams
 from tests.promotion import committed, folder_of, repository, require_kept
 from tests.server_rig import serving

@@ -21,9 +21,9 @@ from experiments.agents.task import Task, diff, score
 from experiments.agents.trace import Trace
 from experiments.settings.serving import TASKS
 from mk.compose import load_config
-from mk.engine.scripted import Reply
+from mk.engines.scripted import Reply
 from mk.errors import MkError
-from mk.rows import Row, read_rows
+from mk.results.rows import Row, read_rows
 from mk.sampling import SamplingParams
 from tests.agent_tasks import ASKED, RANGES, SOLVED
 from tests.promotion import committed, folder_of, no, repository, require_kept

@@ -18,8 +18,8 @@ from experiments import agent_trial
 from experiments.agents.programs import INSTALLED, Place
 from experiments.agents.trace import Trace
 from mk.compose import load_config
-from mk.engine.scripted import Reply
-from mk.rows import Row, read_rows
+from mk.engines.scripted import Reply
+from mk.results.rows import Row, read_rows
 from tests.agent_tasks import ASKED, RANGES
 from tests.promotion import folder_of
 from tests.server_rig import action, serving, thought

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from mk.batching.core import Core
+from mk.batching.request import Phase
 from mk.compose import load_config
-from mk.engine.core import Core
-from mk.engine.request import Phase
 from mk.errors import MkError
 from mk.graph import LAYER_WAVES
 from mk.programs import Plan, programs_by_size

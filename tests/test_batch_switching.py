@@ -12,9 +12,9 @@ import pytest
 from experiments import batch_switching
 from experiments.batch_switching import AGAIN, LARGEST, SWITCHING, Rounds, figures
 from mk.compose import load_config
-from mk.engines import MachineEngine
+from mk.engines.interpreted import MachineEngine
 from mk.errors import MkError
-from mk.rows import Row, read_rows
+from mk.results.rows import Row, read_rows
 from tests.promotion import committed, folder_of, repository, require_kept
 from tests.small_runs import SERVED
 

@@ -14,10 +14,10 @@ from experiments.baselines.vllm_process import RESOLVED
 from mk.compose import load_config
 from mk.config import Config
 from mk.errors import MkError
-from mk.recompute import different
-from mk.results import RAW_BYTES
-from mk.rows import Row, read_raw, read_rows
-from mk.step_figures import raw_steps
+from mk.results.promote import RAW_BYTES
+from mk.results.recompute import different
+from mk.results.rows import Row, read_raw, read_rows
+from mk.results.step_figures import raw_steps
 from tests.device_rig import FakeLibrary, fake_device
 from tests.promotion import committed, repository, require_kept
 from tests.test_decode_throughput import stand_in
@@ -48,7 +48,7 @@ def cases_of(rows: list[Row], engine: str) -> list[tuple[int, int]]:
 @pytest.fixture
 def few_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """nano has 4 expert layers: so few steps say little of a mean."""
-    monkeypatch.setattr("mk.step_figures.EXPERTS_AGREE", 0.1)
+    monkeypatch.setattr("mk.results.step_figures.EXPERTS_AGREE", 0.1)
 
 
 @pytest.mark.usefixtures("few_experts")

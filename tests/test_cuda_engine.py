@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-import mk.engines
-from mk import native_loop
+import mk.engines.choice
 from mk.compose import load_config
-from mk.cuda_engine import CudaEngine
 from mk.decode_loop import CardLost, LoopStep, Parked, Run
 from mk.decode_loop import finish as finish_run
 from mk.device import DeviceFacts
+from mk.engines.cuda import CudaEngine
 from mk.errors import MkError
 from mk.graph import LAYER_WAVES
+from mk.kernel import native_loop
+from mk.kernel.runtime import StepAborted
 from mk.kv import KINDS, kv_layers
 from mk.model.opening import open_model
 from mk.page_layout import pack_keys, pack_values
 from mk.programs import Plan
-from mk.runtime import StepAborted
 from mk.sampling import SamplingParams, sample_row
 from mk.splits import SplitPolicy
 from tests.device_rig import H200, FakeLibrary, fake_build, fake_device, next_logits
@@ -244,17 +244,17 @@ def test_auto_takes_the_kernel_exactly_where_asking_for_it_works(
     auto, cuda = (load_config([f"engine={name}", *overrides]) for name in ("auto", "cuda"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for built in (False, True):
-        monkeypatch.setattr(mk.engines, "is_built", lambda *key, built=built: built)
+        monkeypatch.setattr(mk.engines.choice, "is_built", lambda *key, built=built: built)
         expected = "cuda" if built and says is None else "interpreter"
-        assert mk.engines.engine_name(auto, GEOMETRY, rows) == expected
+        assert mk.engines.choice.engine_name(auto, GEOMETRY, rows) == expected
     if says is None:
-        mk.engines.require_engine(cuda, rows)
+        mk.engines.choice.require_engine(cuda, rows)
     else:
         with pytest.raises(MkError, match=says) as refused:
-            mk.engines.require_engine(cuda, rows)
+            mk.engines.choice.require_engine(cuda, rows)
         assert refused.value.hint
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert mk.engines.engine_name(auto, GEOMETRY, rows) == "interpreter"
+    assert mk.engines.choice.engine_name(auto, GEOMETRY, rows) == "interpreter"
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_all_virtual_claimers_stand_for_all_sms(
 ) -> None:
     hopper = DeviceFacts("NVIDIA H200", 132, 227 * 1024, (9, 0))
     monkeypatch.setattr(DeviceFacts, "read", classmethod(lambda cls: hopper))
-    plan = mk.engines.card_plan(load_config(overrides))
+    plan = mk.engines.choice.card_plan(load_config(overrides))
     assert (plan.n_sm, (plan.attention_claimers, plan.moe_claimers)) == (n_sm, claimers)
 
 
@@ -279,24 +279,24 @@ def test_another_card_than_hopper_is_left_to_the_interpreter(monkeypatch: pytest
     ampere = DeviceFacts("NVIDIA A100", 108, 164 * 1024, (8, 0))
     monkeypatch.setattr(DeviceFacts, "read", classmethod(lambda cls: ampere))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr(mk.engines, "is_built", lambda *key: True)
-    assert mk.engines.engine_name(load_config(["engine=auto"]), GEOMETRY, 1) == "interpreter"
+    monkeypatch.setattr(mk.engines.choice, "is_built", lambda *key: True)
+    assert mk.engines.choice.engine_name(load_config(["engine=auto"]), GEOMETRY, 1) == "interpreter"
     with pytest.raises(MkError, match="A100 is no Hopper GPU"):
-        mk.engines.require_engine(load_config(["engine=cuda"]), 1)
+        mk.engines.choice.require_engine(load_config(["engine=cuda"]), 1)
 
 
 def test_the_engine_follows_the_card(fake_device: FakeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default gpu group describes virtual SMs: the card's own count is taken. A named card has to be this one."""
     asked: list[Plan] = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("mk.build.build", fake_build)
-    monkeypatch.setattr(mk.engines, "CudaEngine", lambda weights, library, plan, *args, **kwargs: asked.append(plan))
+    monkeypatch.setattr("mk.kernel.build.build", fake_build)
+    monkeypatch.setattr(mk.engines.choice, "CudaEngine", lambda weights, library, plan, *_, **__: asked.append(plan))
     source().write_folder(tmp_path)
     axes = ["engine=cuda", f"model.path={tmp_path}", "weights=random"]
     for gpu in ("cpu", "h200"):
         config = load_config([*axes, f"gpu={gpu}"])
         model = open_model(config.model, config.weights, tmp_path)
-        mk.engines.make_engine(config, model, 1, 100)
+        mk.engines.choice.make_engine(config, model, 1, 100)
     assert [plan.n_sm for plan in asked] == [H200.sms, H200.sms]
     with pytest.raises(MkError, match="at most 8 rows"):  # before anything is packed or prefilled
-        mk.engines.make_engine(load_config(axes), model, 9, 100)
+        mk.engines.choice.make_engine(load_config(axes), model, 9, 100)

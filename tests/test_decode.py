@@ -12,7 +12,9 @@ import pytest
 from mk.compose import load_config
 from mk.config import RoutingConfig
 from mk.decode import Decoder, Request
-from mk.engines import MachineEngine, ReferenceEngine, engine_name, make_engine, require_engine
+from mk.engines.choice import engine_name, make_engine, require_engine
+from mk.engines.interpreted import MachineEngine
+from mk.engines.reference import ReferenceEngine
 from mk.errors import MkError
 from mk.interpreter import StepOutputs
 from mk.kv import ABSENT

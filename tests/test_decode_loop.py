@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mk.build import CSRC
-from mk.cuda_engine import CudaEngine
 from mk.decode_loop import CardLost, LoopStep, Parked, Run, TwinLoop, finish
+from mk.engines.cuda import CudaEngine
 from mk.errors import MkError
 from mk.graph import LAYER_WAVES
 from mk.interpreter import StepOutputs
-from mk.native_loop import RECORD, LoopRun, LoopState
+from mk.kernel.build import CSRC
+from mk.kernel.native_loop import RECORD, LoopRun, LoopState
 from mk.programs import Plan
 from mk.sampling import SamplingParams, sample_row
 from mk.splits import SplitPolicy

@@ -20,15 +20,15 @@ from experiments.kernel_checks import Oracle, Outcome, consult, relative_error, 
 from mk.compose import experiment_main, load_config
 from mk.config import RoutingConfig, group_options
 from mk.errors import MkError
-from mk.launches import RUNTIMES
+from mk.kernel.launches import RUNTIMES
+from mk.kernel.runtime import Runtime
 from mk.model.geometry import PRESETS, Geometry
 from mk.model.opening import NANO
 from mk.model.reference import reference_forward
-from mk.recompute import different
+from mk.results.recompute import different
+from mk.results.rows import read_raw, read_rows
 from mk.roofline import step_bytes, uniform_experts
 from mk.routing import make_router
-from mk.rows import read_raw, read_rows
-from mk.runtime import Runtime
 from tests.device_rig import FakeLibrary, fake_build, fake_device, next_ids, next_logits
 from tests.interpreter_rig import GEOMETRY, random_tokens, source
 
@@ -177,7 +177,7 @@ def stand_in(fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> FakeL
 
     for name, kind in RUNTIMES.items():
         monkeypatch.setitem(RUNTIMES, name, known(kind))
-    monkeypatch.setattr("mk.build.build", fake_build)
+    monkeypatch.setattr("mk.kernel.build.build", fake_build)
     monkeypatch.setattr(device_weights, "consult", oracle)
     monkeypatch.setattr(device_weights, "_held", None)
     monkeypatch.setattr(experiment, "DEVICE", torch.device("cpu"))
@@ -237,7 +237,7 @@ def test_a_bound_is_labelled_and_claims_no_check(
 ) -> None:
     defines = []
     monkeypatch.setattr(
-        "mk.build.build", lambda *args, **more: defines.append(more.get("defines")) or fake_build(*args, **more)
+        "mk.kernel.build.build", lambda *args, **more: defines.append(more.get("defines")) or fake_build(*args, **more)
     )
     assert experiment.main(load_config([*RUN, "experiment.zero_wait=true", f"run_dir={tmp_path}"])) == 0
     rows = rows_of(tmp_path)

@@ -17,10 +17,10 @@ from mk.compose import experiment_main, load_config, vary
 from mk.config import Config, config_hash, group_options
 from mk.errors import MkError
 from mk.model.geometry import PRESETS
-from mk.recompute import different
+from mk.results.recompute import different
+from mk.results.rows import Row, read_raw, read_rows
 from mk.roofline import uniform_experts
 from mk.routing import Trace
-from mk.rows import Row, read_raw, read_rows
 from mk.schedule.placement import PLACEMENTS
 from tests.device_rig import FakeLibrary, fake_device
 from tests.test_decode_throughput import stand_in

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from experiments.kernel_checks import STARTS, Oracle, consult, decode, same_bits
-from mk.build import build
+from mk.kernel.build import build
+from mk.kernel.runtime import DELAYS, Runtime
 from mk.kv import PageAllocator, blocks_of
 from mk.model.checkpoint import load_checkpoint
 from mk.model.opening import NANO
 from mk.model.packing import PackedWeights
 from mk.programs import Plan, Programs
-from mk.runtime import DELAYS, Runtime
 from mk.schedule.lower import Program
 from mk.splits import SplitPolicy
 from tests.interpreter_rig import WAVE_ORDERS

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from mk.engine.core import Core
-from mk.engine.request import Phase, Request
-from mk.engines import MachineEngine
+from mk.batching.core import Core
+from mk.batching.request import Phase, Request
+from mk.engines.interpreted import MachineEngine
 from mk.errors import MkError
 from mk.graph import LAYER_WAVES
 from mk.kv import KINDS

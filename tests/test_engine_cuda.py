@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from mk.build import build
-from mk.cuda_engine import CudaEngine
 from mk.decode_loop import Parked, Run, TwinLoop
 from mk.decode_loop import finish as finish_run
+from mk.engines.cuda import CudaEngine
 from mk.errors import MkError
 from mk.graph import LAYER_WAVES
 from mk.isa import Word
+from mk.kernel.build import build
+from mk.kernel.runtime import StepAborted
 from mk.programs import Plan
-from mk.runtime import StepAborted
 from mk.sampling import SamplingParams
 from mk.splits import SplitPolicy
 from tests.device_rig import FakeLibrary, fake_build, fake_device, next_logits

@@ -17,8 +17,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from mk.engine.logits import allowed, logprobs_of, needs_logits, pick, processed
-from mk.engine.request import GenerationParams, Request
+from mk.batching.logits import allowed, logprobs_of, needs_logits, pick, processed
+from mk.batching.request import GenerationParams, Request
 from mk.sampling import NO_TOKEN, SamplingParams
 
 VOCAB = 40

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mk.engines import MachineEngine
+from mk.engines.interpreted import MachineEngine
 from mk.errors import MkError
 from mk.graph import LAYER_WAVES
 from mk.kv import KINDS

@@ -11,8 +11,8 @@ from typing import NoReturn
 
 import pytest
 
-from mk.engine.request import GenerationParams
-from mk.engine.worker import QueueFull, Worker
+from mk.batching.request import GenerationParams
+from mk.batching.worker import QueueFull, Worker
 from mk.errors import MkError
 from mk.server.generation import Generation
 from tests.engine_rig import Answer, core, prompt, scripted, successor

@@ -17,11 +17,11 @@ import torch
 from mk.compose import experiment_main, load_config, to_yaml, vary
 from mk.config import Config, group_options
 from mk.errors import MkError
-from mk.kept import config_problems, read_configs
 from mk.programs import Plan
-from mk.recompute import different
-from mk.rows import SCHEMA, read_raw, read_rows
-from mk.sources import ROOT
+from mk.results.kept import config_problems, read_configs
+from mk.results.recompute import different
+from mk.results.rows import SCHEMA, read_raw, read_rows
+from mk.results.sources import ROOT
 from tests.leaf_reads import all_leaves, leaves_of, watched
 from tests.promotion import folder_of
 from tests.small_runs import AGAIN, READ_ELSEWHERE, REFUSED, ROWLESS, SMALL

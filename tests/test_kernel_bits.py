@@ -15,7 +15,7 @@ from mk.errors import MkError
 from mk.graph import LAYER_WAVES
 from mk.kv import PageAllocator
 from mk.programs import Plan, Programs
-from mk.rows import Row, read_rows
+from mk.results.rows import Row, read_rows
 from tests.device_rig import FakeLibrary, fake_device
 from tests.interpreter_rig import GEOMETRY
 from tests.promotion import committed, folder_of, no, repository, require_kept

@@ -17,9 +17,13 @@ from pathlib import Path
 import pytest
 
 from experiments.sanitize import PLANTED
-from mk import build as building
-from mk import step_params
-from mk.build import (
+from mk.compose import load_config
+from mk.errors import MkError
+from mk.interpreter import Status
+from mk.isa import DESCRIPTOR_WORDS, ISA, NONE, Buffer, Flag, Word
+from mk.kernel import build as building
+from mk.kernel import step_params
+from mk.kernel.build import (
     CSRC,
     DEPENDENT_LAUNCH,
     NO_RUN_AHEAD,
@@ -30,17 +34,13 @@ from mk.build import (
     find_nvcc,
     geometry_header,
 )
-from mk.compose import load_config
-from mk.errors import MkError
-from mk.interpreter import Status
-from mk.isa import DESCRIPTOR_WORDS, ISA, NONE, Buffer, Flag, Word
+from mk.kernel.launches import StepPart
+from mk.kernel.runtime import DELAYS
 from mk.kv import PAGE
-from mk.launches import StepPart
 from mk.model.geometry import PRESETS, SLOT_BYTES, Geometry
 from mk.model.opening import NANO
 from mk.noise import MASS_BITS
 from mk.ring import ENTRIES, MIN_WINDOW, RING_SLOTS, UNSAFE_SLOTS
-from mk.runtime import DELAYS
 from mk.schedule.simulator.work import Ring
 from mk.shortlist import BINS
 from mk.splits import SplitPolicy

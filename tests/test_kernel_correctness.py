@@ -23,14 +23,14 @@ from experiments.layer_arms import (
     strip_squares,
 )
 from experiments.needles import FAR, Needle, passes, place, positions, returned, turned_away, with_needles
-from mk.build import Library
 from mk.compose import load_config
 from mk.errors import MkError
+from mk.kernel.build import Library
+from mk.kernel.runtime import Runtime
 from mk.kv import KVCache
 from mk.model.geometry import PRESETS
 from mk.model.reference import Reference
-from mk.rows import Row, read_rows
-from mk.runtime import Runtime
+from mk.results.rows import Row, read_rows
 from mk.splits import SplitPolicy
 from tests.device_rig import fake_build, fake_device
 from tests.interpreter_rig import GEOMETRY, MAX_BLOCKS, program, tensors, weights

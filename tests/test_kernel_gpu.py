@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from experiments.kernel_checks import STARTS, Oracle, consult, decode, fill, poison, run_checks, same_bits
-from mk.build import Library, build
 from mk.compose import load_config
 from mk.config import group_options
 from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.graph import LAYER_WAVES
 from mk.isa import NONE, Word, Words
+from mk.kernel.build import Library, build
+from mk.kernel.runtime import Runtime, StepAborted
 from mk.kv import KINDS, PageAllocator, blocks_of, kv_layers
 from mk.model.checkpoint import load_checkpoint
 from mk.model.opening import NANO
@@ -27,7 +28,6 @@ from mk.model.reference import ReferenceCache, greedy_decode, reference_forward
 from mk.model.tensors import WeightSource
 from mk.page_layout import pack_keys, pack_values
 from mk.programs import Plan, Programs
-from mk.runtime import Runtime, StepAborted
 from mk.schedule.lower import Program
 from mk.schedule.placement import PLACEMENTS
 from mk.splits import SplitPolicy

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from mk.build import CSRC
+from mk.kernel.build import CSRC
 from mk.model.geometry import PRESETS, ROWS, SLOT_K
 from mk.model.packing import pack_matrix
 from mk.page_layout import pack_keys, pack_values

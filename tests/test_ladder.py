@@ -9,13 +9,13 @@ import pytest
 
 from experiments import ladder
 from experiments.decode_variants import variants
-from mk.build import DEPENDENT_LAUNCH, NO_RUN_AHEAD, ZERO_WAIT_DEFINE, Library
 from mk.compose import load_config
 from mk.config import resolved
 from mk.errors import MkError
-from mk.kept import leaves_of
-from mk.recompute import different
-from mk.rows import Row, read_raw, read_rows
+from mk.kernel.build import DEPENDENT_LAUNCH, NO_RUN_AHEAD, ZERO_WAIT_DEFINE, Library
+from mk.results.kept import leaves_of
+from mk.results.recompute import different
+from mk.results.rows import Row, read_raw, read_rows
 from tests.device_rig import FakeLibrary, fake_build, fake_device
 from tests.test_decode_throughput import stand_in
 
@@ -58,7 +58,7 @@ def test_arms_are_compared_with_the_one_before(
         built.append(defines)
         return fake_build(*args, defines=defines, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("mk.build.build", build)
+    monkeypatch.setattr("mk.kernel.build.build", build)
     status, rows, raw = run(tmp_path, "experiment.batches=[2]")
     assert status == 0 and len(rows) == 9 + 1 + 1
     quiet, loud = (NO_RUN_AHEAD,), ()

@@ -15,8 +15,8 @@ import pytest
 from mk import launched
 from mk.errors import MkError
 from mk.processes import below, processes
-from mk.rows import read_rows
-from mk.sources import ROOT
+from mk.results.rows import read_rows
+from mk.results.sources import ROOT
 
 SMALL = ["experiment=placement_ablation", "model=nano", "gpu.sms=16", "experiment.batches=[1]", "experiment.context=64"]
 SMALL += ["experiment.steps=8", "experiment.warmup=2", "experiment.check_tokens=8"]

@@ -11,10 +11,10 @@ import torch
 from mk.compose import load_config
 from mk.errors import MkError
 from mk.isa import Word
+from mk.kernel.launches import RUNTIMES, GraphedLaunches, StepPart, WaveLaunches, _Parts
+from mk.kernel.runtime import Runtime, StepAborted
 from mk.kv import KINDS
-from mk.launches import RUNTIMES, GraphedLaunches, StepPart, WaveLaunches, _Parts
 from mk.programs import Plan
-from mk.runtime import Runtime, StepAborted
 from mk.schedule.cut import launches_of, places, waves_of
 from mk.schedule.lower import Program
 from mk.splits import SplitPolicy
@@ -243,7 +243,7 @@ def test_a_graph_that_is_refused_and_one_that_gives_up_end_with_the_others(
     launch(1)
     seen: list[int] = []
     monkeypatch.setattr(WaveLaunches, "_given_up", lambda rt, stalls: (seen.append(rt.epoch), rt.program, [])[1:])
-    monkeypatch.setattr("mk.runtime.describe_stall", lambda *_: "as told")
+    monkeypatch.setattr("mk.kernel.runtime.describe_stall", lambda *_: "as told")
     with pytest.raises(StepAborted, match="as told"):
         graphed.finish()
     assert seen == [2**32] and not fake_device.graphs and graphed.launched == 2

@@ -10,17 +10,17 @@ import torch
 
 from experiments import ladder, op_bench, wave_occupancy
 from experiments.kernel_checks import Oracle, consult, decode, poison, same_bits
-from mk.build import DEPENDENT_LAUNCH, NO_RUN_AHEAD, build
 from mk.compose import load_config
 from mk.device import DeviceFacts
+from mk.kernel.build import DEPENDENT_LAUNCH, NO_RUN_AHEAD, build
+from mk.kernel.launches import RUNTIMES
+from mk.kernel.runtime import Runtime
 from mk.kv import PageAllocator, blocks_of
-from mk.launches import RUNTIMES
 from mk.model.checkpoint import load_checkpoint
 from mk.model.opening import NANO
 from mk.model.packing import PackedWeights
 from mk.programs import Plan, Programs
-from mk.rows import Row, read_rows
-from mk.runtime import Runtime
+from mk.results.rows import Row, read_rows
 from mk.splits import SplitPolicy
 from tests.interpreter_rig import WAVE_ORDERS
 

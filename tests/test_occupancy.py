@@ -12,13 +12,13 @@ from experiments import wave_occupancy
 from mk.compose import load_config
 from mk.errors import MkError
 from mk.isa import ISA, Word
-from mk.launches import WaveLaunches
-from mk.occupancy import Spans, busy, ends_of_layer, idle_by_wave
-from mk.recompute import different
-from mk.rows import Row, read_raw, read_rows
-from mk.runtime import Runtime
+from mk.kernel.launches import WaveLaunches
+from mk.kernel.occupancy import Spans, busy, ends_of_layer, idle_by_wave
+from mk.kernel.runtime import Runtime
+from mk.kernel.trace import StepTrace, records_of, records_of_launches, trace_words
+from mk.results.recompute import different
+from mk.results.rows import Row, read_raw, read_rows
 from mk.schedule.cut import launches_of
-from mk.trace import StepTrace, records_of, records_of_launches, trace_words
 from tests.device_rig import FakeLibrary, fake_device
 from tests.interpreter_rig import program
 from tests.test_decode_throughput import stand_in

@@ -15,12 +15,12 @@ from experiments import op_bench, op_parts, op_torch
 from mk.compose import load_config
 from mk.errors import MkError
 from mk.isa import ISA, Word
+from mk.kernel.runtime import Runtime
 from mk.model.geometry import PRESETS
 from mk.programs import Plan, bucket_for
-from mk.recompute import different
+from mk.results.recompute import different
+from mk.results.rows import Row, read_raw, read_rows
 from mk.roofline import operation_bytes, step_bytes
-from mk.rows import Row, read_raw, read_rows
-from mk.runtime import Runtime
 from mk.schedule.cut import waves_of
 from mk.schedule.simulate import costs_of, ring_of, simulate
 from mk.schedule.simulator.expand import Sample

@@ -10,9 +10,9 @@ import torch
 from mk.compose import load_config
 from mk.model.opening import geometry_of, open_model
 from mk.model.random_weights import RandomWeights
-from mk.recompute import geometry_of_row
-from mk.rows import Row
-from mk.runs import RunFolder
+from mk.results.recompute import geometry_of_row
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 O = "model.layers.1.self_attn.o_proj.weight"  # noqa: E741

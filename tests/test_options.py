@@ -17,15 +17,15 @@ from evals.benchmarks import open_benchmark
 from experiments import decode_throughput, quickstart, vllm_serve
 from experiments.agents.programs import PROGRAMS, Place
 from experiments.agents.trace import Trace as AgentTrace
-from mk.build import defines_of
 from mk.compose import experiment_main, load_config
 from mk.config import GROUPS, Config, group_options
 from mk.device import DeviceFacts
-from mk.engines import make_engine, make_paged_engine
+from mk.engines.choice import make_engine, make_paged_engine
 from mk.errors import MkError
-from mk.loggers import make_logger
+from mk.kernel.build import defines_of
 from mk.model.opening import Model, open_model
 from mk.programs import Plan
+from mk.results.loggers import make_logger
 from mk.routing import Trace, make_router
 from mk.sampling import sample_row
 from mk.schedule.sm_map import SmMap

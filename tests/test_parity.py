@@ -12,12 +12,12 @@ import torch
 from experiments import parity
 from experiments.parity_checks import Distance, Positions, positions, reference_logits, verdicts
 from mk.compose import load_config
-from mk.cuda_engine import CudaEngine
-from mk.engines import MachineEngine
+from mk.engines.cuda import CudaEngine
+from mk.engines.interpreted import MachineEngine
 from mk.model.checkpoint import load_checkpoint
 from mk.model.opening import NANO
 from mk.model.packing import PackedWeights
-from mk.rows import Row, read_rows
+from mk.results.rows import Row, read_rows
 from tests.device_rig import FakeLibrary, fake_build, fake_device
 from tests.promotion import committed, folder_of, no, repository, require_kept
 
@@ -127,7 +127,7 @@ def test_the_kernel_has_its_configurations_windows(fake_device: FakeLibrary, mon
         return engines[-1]
 
     source = load_checkpoint(NANO)
-    monkeypatch.setattr("mk.build.build", fake_build)
+    monkeypatch.setattr("mk.kernel.build.build", fake_build)
     monkeypatch.setattr(parity, "CudaEngine", engine)
     monkeypatch.setattr(parity, "pack", lambda source, device: PackedWeights.from_state(source.tensor, source.geometry))
     for overrides, windows in (([], (7, 8)), (["engine.ring.window_kb=40"], (5,))):

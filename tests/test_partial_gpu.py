@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from mk.build import build
 from mk.device import DeviceFacts
 from mk.interpreter import Machine
+from mk.kernel.build import build
+from mk.kernel.runtime import Runtime
 from mk.kv import KINDS, KVCache, blocks_of
 from mk.model.geometry import PRESETS, Geometry
 from mk.model.opening import NANO
@@ -22,7 +23,6 @@ from mk.model.packing import PackedWeights
 from mk.model.random_weights import RandomWeights, sharp_qk_scale
 from mk.parts import InterpreterWorker, KernelWorker, StepInput, Tolerances, WaveResult, compare_waves, synthetic_pages
 from mk.programs import Plan, Programs
-from mk.runtime import Runtime
 from mk.schedule.cut import waves_of
 from mk.splits import SplitPolicy
 from tests.interpreter_rig import WAVE_ORDERS

@@ -12,7 +12,7 @@ from mk.compose import load_config
 from mk.errors import MkError
 from mk.parts import InterpreterWorker, StepInput
 from mk.parts.workers import Ids
-from mk.rows import Row, read_rows
+from mk.results.rows import Row, read_rows
 from mk.schedule.lower import Program
 from tests.promotion import committed, folder_of, no, repository, require_kept
 

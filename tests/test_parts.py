@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from mk.build import Library
 from mk.errors import MkError
 from mk.interpreter.memory import Memory
 from mk.isa import Buffer
+from mk.kernel.build import Library
 from mk.kv import KINDS
 from mk.model.geometry import PRESETS
 from mk.parts import InterpreterWorker, StepInput, Tolerances, compare_waves, fields, written

@@ -20,15 +20,15 @@ from experiments.prefill_needles import positions
 from experiments.prefill_rig import Rig
 from experiments.prefill_steps import InterpreterStep, KernelStep
 from experiments.prefill_streams import Streams, Told
-from mk.build import Library
 from mk.compose import load_config
 from mk.errors import MkError
+from mk.kernel.build import Library
 from mk.kv import KINDS, PageAllocator
 from mk.model.geometry import PRESETS
 from mk.model.packing import PackedWeights
 from mk.model.reference import LayerOutput, Reference, reference_forward
-from mk.results import RAW_BYTES, promote
-from mk.rows import Row, read_rows
+from mk.results.promote import RAW_BYTES, promote
+from mk.results.rows import Row, read_rows
 from prefill.launch import Launcher
 from prefill.triton_prefill import TritonPrefill
 from tests.device_rig import fake_build, fake_device

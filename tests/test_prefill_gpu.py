@@ -16,8 +16,9 @@ from torch import Tensor
 
 from experiments.kernel_checks import NOISE_RATIO, SLACK, Bfloat16Reference, Oracle, consult, differing_sets, same_bits
 from experiments.prefill_rig import Rig, poison, same_pages
-from mk.build import build
 from mk.graph import LAYER_WAVES
+from mk.kernel.build import build
+from mk.kernel.runtime import Runtime
 from mk.kv import KINDS, PageAllocator, blocks_of, kv_layers, pages_for_contexts
 from mk.model.checkpoint import load_checkpoint
 from mk.model.geometry import PRESETS
@@ -27,7 +28,6 @@ from mk.model.random_weights import RandomWeights, sharp_qk_scale
 from mk.model.reference import Reference, ReferenceCache
 from mk.model.tensors import WeightSource
 from mk.programs import Plan, Programs
-from mk.runtime import Runtime
 from mk.splits import SplitPolicy
 from prefill.chunks import Piece, Prompt, token_tiles
 from prefill.tiles import HOPPER

@@ -13,8 +13,8 @@ from mk.compose import load_config
 from mk.errors import MkError
 from mk.model.geometry import PRESETS, Geometry
 from mk.model.opening import NANO as FOLDER
+from mk.results.rows import Row, read_rows
 from mk.roofline import active_parameters, prefill_flop, visible_pairs
-from mk.rows import Row, read_rows
 from prefill.tiles import INTERPRETED, AttentionTile, ProductTile
 from prefill.triton_prefill import TritonPrefill
 from tests.prefill_rig import needs_interpreter

@@ -9,8 +9,8 @@ import torch
 from experiments.kernel_checks import NOISE_RATIO, consult, relative_error
 from experiments.prefill_rig import Rig, make_pools
 from mk.compose import load_config
-from mk.cuda_engine import CudaEngine
-from mk.engines import MachineEngine
+from mk.engines.cuda import CudaEngine
+from mk.engines.interpreted import MachineEngine
 from mk.errors import MkError
 from mk.graph import LAYER_WAVES
 from mk.kv import pages_for_contexts

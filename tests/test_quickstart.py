@@ -25,8 +25,8 @@ from mk.model.opening import NANO, Model, open_model
 from mk.model.packing import PackedWeights
 from mk.model.reference import greedy_decode
 from mk.model.tokenizer import load_tokenizer
-from mk.recompute import different
-from mk.rows import read_raw, read_rows
+from mk.results.recompute import different
+from mk.results.rows import read_raw, read_rows
 from mk.schedule.lower import lower
 from mk.schedule.picture import draw_schedule, task_bytes
 from tests.interpreter_rig import GEOMETRY, WAVE_ORDERS, source

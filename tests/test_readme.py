@@ -11,8 +11,8 @@ import pytest
 
 from mk.compose import expand_sweep, load_config
 from mk.launched import check, split
-from mk.results import verify
-from mk.rows import read_rows
+from mk.results.rows import read_rows
+from mk.results.verify import verify
 from run import parse
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,15 +18,15 @@ from matplotlib.figure import Figure
 
 from mk import readme_bullets, results
 from mk.model.geometry import PRESETS
-from mk.readme_bullets import HEADING, PHRASES, ZERO_WAIT, bullet_problems
-from mk.readme_figures import check_readme
 from mk.report import distances, palette
 from mk.report.chart import Chart
 from mk.report.decode import COLUMNS, layer_cost
 from mk.report.kept_rows import MODEL, Kept, of_one_machine, plan_of, read_kept, told_apart
 from mk.report.page import COULD, FOLDER, PAGE, charts, draw, missing, stale
 from mk.report.plans import _short
-from mk.sources import ROOT
+from mk.results.readme_bullets import HEADING, PHRASES, ZERO_WAIT, bullet_problems
+from mk.results.readme_figures import check_readme
+from mk.results.sources import ROOT
 from tests.promotion import repository
 from tests.report_rig import RESULTS, assert_labelled, cell_is_right
 from tests.test_results import made

@@ -14,7 +14,7 @@ from mk.compose import load_config
 from mk.report import palette
 from mk.report.chart import Chart
 from mk.report.page import charts, missing
-from mk.rows import Row
+from mk.results.rows import Row
 from tests import test_agent_replay, test_serving_load
 from tests.report_rig import drawn, only, ticks
 from tests.test_serving_load import SITE

@@ -20,7 +20,7 @@ from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
 from transformers import PreTrainedTokenizerFast
 
-from mk.engine.scripted import Reply
+from mk.engines.scripted import Reply
 from mk.server.protocol import (
     WITHOUT_EFFECT,
     ChatRequest,

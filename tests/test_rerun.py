@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from experiments import quickstart, rerun
-from mk import results
 from mk.compose import load_config, stored_config
 from mk.config import resolved
 from mk.errors import MkError
-from mk.rows import Row, read_rows
-from mk.runs import RunFolder
-from mk.sources import source_hash
+from mk.results.promote import promote
+from mk.results.rows import Row, read_rows
+from mk.results.runs import RunFolder
+from mk.results.sources import source_hash
 from tests.promotion import committed, edit, folder_of, repository
 
 __all__ = ["committed", "repository"]
@@ -29,7 +29,7 @@ def kept(committed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     sources = source_hash(committed)
     monkeypatch.setattr(rerun, "source_hash", lambda: sources)
     monkeypatch.setattr(rerun, "ROOT", committed)
-    (folder,) = results.promote(folder_of(tmp_path / "first"), committed / "results", committed)
+    (folder,) = promote(folder_of(tmp_path / "first"), committed / "results", committed)
     return folder
 
 

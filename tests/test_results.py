@@ -16,20 +16,23 @@ from typing import Any
 import pytest
 import yaml
 
-from mk import results
 from mk.compose import load_config
 from mk.errors import MkError
-from mk.kept import hash_of, host_free, model_name
 from mk.model.geometry import PRESETS
-from mk.old_rows import SUMS
-from mk.readme_figures import check_readme
-from mk.recompute import KINDS, WITHOUT_RAW, different, figures, function_of
 from mk.report.kept_rows import read_kept
+from mk.results.__main__ import main
+from mk.results.checks import KEPT
+from mk.results.kept import hash_of, host_free, model_name
+from mk.results.old_rows import SUMS
+from mk.results.promote import RAW_BYTES, as_published, prepare, promote
+from mk.results.readme_figures import check_readme
+from mk.results.recompute import KINDS, WITHOUT_RAW, different, figures, function_of
+from mk.results.rows import FIGURES, SCHEMA, Row, read_raw, read_rows
+from mk.results.runs import RunFolder
+from mk.results.sources import ROOT, source_hash
+from mk.results.step_figures import Ratio, experts_agree, median_ratio, raw_steps, step_figures
+from mk.results.verify import ranked_problems, verify
 from mk.roofline import uniform_experts
-from mk.rows import FIGURES, SCHEMA, Row, read_raw, read_rows
-from mk.runs import RunFolder
-from mk.sources import ROOT, source_hash
-from mk.step_figures import Ratio, experts_agree, median_ratio, raw_steps, step_figures
 from tests.promotion import commit, edit, problems, repository
 
 __all__ = ["repository"]
@@ -60,7 +63,7 @@ def made(root: Path, *overrides: str, **meta: Any) -> RunFolder:
 
 def kept(root: Path) -> Path:
     run = made(root)
-    (folder,) = results.promote(run.path, root / "results", root)
+    (folder,) = promote(run.path, root / "results", root)
     return folder
 
 
@@ -72,7 +75,7 @@ def test_a_promoted_run_is_computed_again_and_stands(repository: Path) -> None:
         "config.yaml",
     }
     assert problems(repository) == [] and len(read_rows(folder / "rows.jsonl")) == 4
-    assert sum(path.stat().st_size for path in folder.iterdir()) < results.RAW_BYTES
+    assert sum(path.stat().st_size for path in folder.iterdir()) < RAW_BYTES
 
 
 @pytest.mark.parametrize(
@@ -133,7 +136,7 @@ def test_a_figure_that_was_read_off_stands_in_raw_data_as_it_is(repository: Path
     axes: dict[str, Any] = {"engine": "cuda", "dtype": "bfloat16", "batch": 1, "context": [8192]}
     row = run.append_row(run.measured(raw, **axes, wall_ms=2.5, logits_error=0.1), raw)
     assert run.raw_of(row) == raw | {"told": {"wall_ms": 2.5, "logits_error": 0.1}}
-    (folder,) = results.promote(run.path, repository / "results", repository)
+    (folder,) = promote(run.path, repository / "results", repository)
     assert problems(repository) == []
     edit(folder / "rows.jsonl", 4, lambda values: Row.from_json(values | {"wall_ms": 2.4}).sealed().to_json())
     assert any("rows.jsonl:5: wall_ms is 2.4, its raw data gives 2.5" in problem for problem in problems(repository))
@@ -164,7 +167,7 @@ def test_a_ratio_follows_the_row_that_it_is_to_wherever_that_stands(repository: 
     for order in ((0, 1, 2, 3), (1, 0, 3, 2), (3, 1, 2, 0)):
         (run.path / "rows.jsonl").write_text("".join(lines[at] for at in order))
         rows = read_rows(run.path / "rows.jsonl")
-        out = results.as_published(rows, {}, repository)
+        out = as_published(rows, {}, repository)
         assert [row.engine for row in out] == [row.engine for row in rows]
         assert {row.ratio_to for row in out} == {None, *(row.digest for row in out if row.engine == "cuda")}
         assert all(new.digest != old.digest for new, old in zip(out, rows, strict=True))
@@ -173,12 +176,12 @@ def test_a_ratio_follows_the_row_that_it_is_to_wherever_that_stands(repository: 
 def test_what_the_simulator_is_judged_by_is_kept_and_took_as_long(tmp_path: Path) -> None:
     kept = read_kept(ROOT / "results")
     judged = [of for of in kept if of.row.rank_correlation is not None]
-    assert judged and list(results.ranked_problems(kept)) == []
+    assert judged and list(ranked_problems(kept)) == []
     folder = Path(
         shutil.copytree(ROOT / "results" / judged[0].place.rpartition("/")[0], tmp_path / "simulated" / "run")
     )
     alone = read_kept(tmp_path)
-    assert any("the measured row" in problem and "is not kept" in problem for problem in results.ranked_problems(alone))
+    assert any("the measured row" in problem and "is not kept" in problem for problem in ranked_problems(alone))
     (at,) = {of.raw for of in alone}
     assert at == folder / "raw.jsonl"
     first = json.loads(at.read_text().splitlines()[0])
@@ -189,13 +192,13 @@ def test_what_the_simulator_is_judged_by_is_kept_and_took_as_long(tmp_path: Path
         else of
         for of in kept
     ]
-    assert any(f"p50_ms of the row {name} is" in problem for problem in results.ranked_problems(slower))
+    assert any(f"p50_ms of the row {name} is" in problem for problem in ranked_problems(slower))
     text = at.read_text().splitlines()
     edited = json.dumps(first | {"p50_ms": [*first["p50_ms"], 1.0]})  # a time that no row has
     (at.parent / "raw.jsonl").write_text("\n".join([edited, *text[1:]]) + "\n")
     sha = hashlib.sha256(edited.encode()).hexdigest()
     own = [dataclasses.replace(of, row=dataclasses.replace(of.row, raw_sha256=sha)) for of in read_kept(tmp_path)[:1]]
-    assert [p for p in results.ranked_problems([*kept, *own]) if "the measured row None is not kept" in p]
+    assert [p for p in ranked_problems([*kept, *own]) if "the measured row None is not kept" in p]
 
 
 def test_a_label_edited_by_hand_is_refused(repository: Path) -> None:
@@ -228,7 +231,7 @@ def test_a_row_whose_checks_failed_is_neither_promoted_nor_kept(repository: Path
     run = made(repository)
     edit(run.path / "rows.jsonl", 2, fail)
     with pytest.raises(MkError, match="failed equal"):
-        results.promote(run.path, repository / "results", repository)
+        promote(run.path, repository / "results", repository)
 
 
 def test_rows_from_other_sources_than_their_commits_are_not_promoted(repository: Path) -> None:
@@ -238,50 +241,50 @@ def test_rows_from_other_sources_than_their_commits_are_not_promoted(repository:
         ({"commit": "0" * 40}, "this repository has no commit 0000"),
     ):
         with pytest.raises(MkError, match=message):
-            results.promote(made(repository, **meta).path, repository / "results", repository)
+            promote(made(repository, **meta).path, repository / "results", repository)
     assert not (repository / "results").exists()
 
 
 @pytest.mark.parametrize("meta", [{"commit": "none"}, {"commit": "0" * 40, "dirty": True}], ids=["no git", "edits"])
 def test_a_run_that_names_no_commit_gets_the_one_of_its_sources(repository: Path, meta: dict[str, object]) -> None:
-    (folder,) = results.promote(made(repository, **meta).path, repository / "results", repository)
+    (folder,) = promote(made(repository, **meta).path, repository / "results", repository)
     rows = read_rows(folder / "rows.jsonl")
     assert {row.commit for row in rows} == {commit(repository)} and problems(repository) == []
     assert [rows[1].ratio_to, rows[3].ratio_to] == [rows[0].digest, rows[2].digest]
     with pytest.raises(MkError, match="its commit is none"):
-        results.promote(made(repository, commit="none", source_hash="0").path, repository / "results", repository)
+        promote(made(repository, commit="none", source_hash="0").path, repository / "results", repository)
 
 
 def test_an_edited_row_without_a_commit_is_not_sealed_anew(repository: Path) -> None:
     run = made(repository, commit="none")
     edit(run.path / "rows.jsonl", 0, lambda values: values | {"wave_order": "parted"})
     with pytest.raises(MkError, match="its fields are not those"):
-        results.promote(run.path, repository / "results", repository)
+        promote(run.path, repository / "results", repository)
 
 
 def test_rows_without_raw_data_are_not_promoted(repository: Path) -> None:
     run = made(repository)
     run.append_row(run.row(engine="cuda", dtype="bfloat16", context=[1], checks={}))
     with pytest.raises(MkError, match="row 5: has no raw data"):
-        results.promote(run.path, repository / "results", repository)
+        promote(run.path, repository / "results", repository)
 
 
 def test_too_much_raw_data_and_a_run_that_is_there_are_refused(repository: Path) -> None:
     run = made(repository)
-    results.promote(run.path, repository / "results", repository)
+    promote(run.path, repository / "results", repository)
     with pytest.raises(MkError, match="is there already"):
-        results.promote(run.path, repository / "results", repository)
+        promote(run.path, repository / "results", repository)
     with (run.path / "raw.jsonl").open("a") as file:
         file.write(json.dumps({"step_ms": [0] * 100_000}) + "\n")
     with pytest.raises(MkError, match="more than 200000"):
-        results.promote(run.path, repository / "results", repository)
+        promote(run.path, repository / "results", repository)
     with pytest.raises(MkError, match="no run folder"):
-        results.promote(repository, repository / "results", repository)
+        promote(repository, repository / "results", repository)
 
 
 @pytest.mark.parametrize("named", ["", " ", ",", "one,", ",one", "one,,two"])
 def test_a_run_that_is_not_named_is_told(named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert results.main(["promote", named]) == 2
+    assert main(["promote", named]) == 2
     error, hint = capsys.readouterr().err.splitlines()
     assert error == f"error: run={named} names a run that is empty" and hint.startswith("hint: make promote run=")
 
@@ -291,7 +294,7 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_written(repository: P
         run = made(repository).path
         change(run)
         with pytest.raises(MkError, match=message):
-            results.promote(run, repository / "results", repository)
+            promote(run, repository / "results", repository)
         assert not (repository / "results").exists()
 
     old = {"schema": 1}
@@ -318,7 +321,7 @@ def test_a_write_that_breaks_off_leaves_nothing(repository: Path, monkeypatch: p
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    (prepared,) = results.prepare(made(repository).path, repository / "results", repository)
+    (prepared,) = prepare(made(repository).path, repository / "results", repository)
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", full)
         with pytest.raises(MkError, match="No space left"):
@@ -356,7 +359,7 @@ def test_an_axis_edited_and_sealed_anew_is_not_its_configurations(
 
 def test_a_kept_folder_has_all_its_files_and_rows_and_its_own_configuration(repository: Path) -> None:
     folder = kept(repository)
-    for name in results.KEPT:
+    for name in KEPT:
         text = (folder / name).read_text()
         (folder / name).unlink()
         assert problems(repository) == [f"h200/{folder.name}/{name} is missing"]
@@ -396,7 +399,7 @@ def test_a_run_of_several_configurations_keeps_each(repository: Path) -> None:
         engine="cuda", dtype="bfloat16", batch=1, context=[8192], checks={}, **step_figures(FULL, job.gpu, [8192], raw)
     )
     run.append_row(row, raw)
-    (folder,) = results.promote(run.path, repository / "results", repository)
+    (folder,) = promote(run.path, repository / "results", repository)
     assert problems(repository) == []
     (stored,) = (folder / "configs").iterdir()
     assert stored.name == f"{row.config_hash[:16]}.yaml"
@@ -411,7 +414,7 @@ def test_what_a_run_simulated_and_what_it_measured_are_kept_apart(repository: Pa
     raw = raw_steps(STEPS[:1], [8.0] * 48)
     axes: dict[str, Any] = {"dtype": "bfloat16", "batch": 1, "context": [8192]}
     run.append_row(run.measured(raw, engine="simulator", clock="simulated", **axes), raw)
-    measured, simulated = results.promote(run.path, repository / "results", repository)
+    measured, simulated = promote(run.path, repository / "results", repository)
     assert (measured.parent.name, simulated.parent.name) == ("h200", "simulated") and measured.name == simulated.name
     assert [len(read_rows(folder / "rows.jsonl")) for folder in (measured, simulated)] == [4, 1]
     assert read_raw(simulated / "raw.jsonl").keys() == {read_rows(simulated / "rows.jsonl")[0].raw_sha256}
@@ -425,7 +428,7 @@ def test_folders_of_the_host_are_not_published(repository: Path) -> None:
     model.mkdir(parents=True)
     run = made(repository, f"model.path={model}", "experiment.trace=true")
     original = run.meta["config_hash"]
-    (folder,) = results.promote(run.path, repository / "results", repository)
+    (folder,) = promote(run.path, repository / "results", repository)
     text, rows = (folder / "config.yaml").read_text(), read_rows(folder / "rows.jsonl")
     assert str(model) in (run.path / "config.yaml").read_text()
     assert not any(str(repository.parent) in path.read_text() for path in folder.iterdir())
@@ -461,17 +464,17 @@ def test_a_model_goes_by_its_folders_name(tmp_path: Path) -> None:
 def test_several_runs_are_promoted_together_or_not_at_all(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(results, "ROOT", repository)
-    monkeypatch.setattr(results.prepare, "__defaults__", (repository,))
+    monkeypatch.setattr("mk.results.__main__.ROOT", repository)
+    monkeypatch.setattr(prepare, "__defaults__", (repository,))
     one, two = made(repository).path, made(repository).path
     moved = two / "raw.jsonl"
     text = moved.read_text()
     moved.unlink()
-    assert results.main(["promote", f"{one},{two}"]) == 2 and "raw.jsonl is missing" in capsys.readouterr().err
+    assert main(["promote", f"{one},{two}"]) == 2 and "raw.jsonl is missing" in capsys.readouterr().err
     assert not (repository / "results").exists()
     moved.write_text(text)
-    assert results.main(["promote", f"{one},{one}"]) == 2 and "names a run twice" in capsys.readouterr().err
-    assert results.main(["promote", f"{one},{two}"]) == 0
+    assert main(["promote", f"{one},{one}"]) == 2 and "names a run twice" in capsys.readouterr().err
+    assert main(["promote", f"{one},{two}"]) == 0
     assert {path.name for path in (repository / "results" / "h200").iterdir()} == {one.name, two.name}
     assert problems(repository) == []
 
@@ -513,7 +516,7 @@ def old_rows(root: Path) -> Path:
 def test_old_rows_are_listed_as_such(repository: Path) -> None:
     old_rows(repository)
     (repository / "README.md").write_text("")
-    wrong, notes = results.verify(repository / "results", repository / "README.md", repository)
+    wrong, notes = verify(repository / "results", repository / "README.md", repository)
     assert not wrong and notes == ["h200/old.jsonl: 2 rows of schema 1, which have no raw data"]
 
 

@@ -20,10 +20,10 @@ import pytest
 from mk.compose import load_config, to_yaml
 from mk.config import Config, config_hash
 from mk.errors import MkError
-from mk.kept import NAMES_FILES
-from mk.rows import Row, read_raw, read_rows
-from mk.runs import RunFolder, command_line, data_of, git_commit
-from mk.sources import FILES, ROOT, commit_source_hash, recent_commits, source_hash
+from mk.results.kept import NAMES_FILES
+from mk.results.rows import Row, read_raw, read_rows
+from mk.results.runs import RunFolder, command_line, data_of, git_commit
+from mk.results.sources import FILES, ROOT, commit_source_hash, recent_commits, source_hash
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_commit_is_the_one_of_this_tree() -> None:
 
 
 def test_no_commit_outside_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mk.runs.ROOT", tmp_path)
+    monkeypatch.setattr("mk.results.runs.ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert git_commit() == ("none", False)
 
@@ -222,7 +222,7 @@ def write_sources(root: Path) -> None:
 
 def test_dirty_are_changes_to_what_may_be_read_as_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that nobody has added to git yet among them: a wave order of one's own is one."""
-    monkeypatch.setattr("mk.runs.ROOT", tmp_path)
+    monkeypatch.setattr("mk.results.runs.ROOT", tmp_path)
     write_sources(tmp_path)
     (tmp_path / ".gitignore").write_text("*.log\n")
     commit_all(tmp_path)
@@ -254,7 +254,7 @@ def test_sources_inside_another_repository_are_without_git(
     alone = source_hash(inside)
     (tmp_path / "other" / ".gitignore").write_text("" if known else "vendored")
     commit_all(tmp_path / "other")
-    monkeypatch.setattr("mk.runs.ROOT", inside)
+    monkeypatch.setattr("mk.results.runs.ROOT", inside)
     assert git_commit() == ("none", False) and source_hash(inside) == alone
     assert recent_commits(5, inside) == []
     (inside / "mk" / "a.py").write_text("two")

@@ -14,18 +14,18 @@ from mk.errors import MkError
 from mk.graph import LAYER_WAVES
 from mk.interpreter import Status
 from mk.isa import NONE, Word
+from mk.kernel.launches import WaveLaunches
+from mk.kernel.runtime import Runtime, StepAborted
+from mk.kernel.stalls import describe_stall, missing_signals
+from mk.kernel.step_params import HOST_STEPS, MAX_ROWS, OWNED, counters_at, pack_sampling
 from mk.kv import KINDS, PageAllocator
-from mk.launches import WaveLaunches
 from mk.model.packing import PackedWeights
 from mk.programs import Plan
 from mk.ring import MIN_WINDOW, RING_SLOTS, UNSAFE_SLOTS
-from mk.runtime import Runtime, StepAborted
 from mk.sampling import SamplingParams
 from mk.schedule.cut import cut
 from mk.schedule.lower import Program
 from mk.splits import SplitPolicy
-from mk.stalls import describe_stall, missing_signals
-from mk.step_params import HOST_STEPS, MAX_ROWS, OWNED, counters_at, pack_sampling
 from tests.device_rig import H200, FakeLibrary, fake_build, fake_device, next_logits
 from tests.interpreter_rig import GEOMETRY, weights
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from mk.build import build
 from mk.graph import LAYER_WAVES
 from mk.isa import ISA, NONE, Word
+from mk.kernel.build import build
+from mk.kernel.runtime import Runtime
 from mk.kv import KINDS, PAGE, PageAllocator, blocks_of
 from mk.model.checkpoint import load_checkpoint
 from mk.model.geometry import SLOT_BYTES, Geometry
 from mk.model.opening import NANO
 from mk.model.packing import PackedWeights, WeightLayout
 from mk.programs import Plan, Programs
-from mk.runtime import Runtime
 from mk.sampling import NO_TOKEN, SamplingParams, sample_row
 from mk.schedule.lower import Program
 from mk.splits import SplitPolicy

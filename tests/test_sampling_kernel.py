@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from mk.graph import LAYER_WAVES
+from mk.kernel.step_params import HOST_STEP, ROW_SAMPLING, StepParams, pack_sampling
 from mk.noise import gumbel_noise, gumbel_of_words, power_rate, token_masses
 from mk.programs import Plan
 from mk.sampling import NO_TOKEN, SamplingParams, sample_row
 from mk.schedule.lower import Program
 from mk.shortlist import BINS, Row
-from mk.step_params import HOST_STEP, ROW_SAMPLING, StepParams, pack_sampling
 from tests.emulated_kernel import Sampler, compile_emulated, pointer
 from tests.test_shortlist import PARAMS, adversarial
 from tests.tiny_model import tiny_geometry

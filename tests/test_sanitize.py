@@ -12,12 +12,12 @@ import torch
 
 from experiments import sanitize, sanitized_step
 from experiments.sanitize import EXPLAINED, Finding, find_sanitizer, parse, reason, report, verdicts
-from mk.build import CSRC
 from mk.compose import load_config
 from mk.errors import MkError
+from mk.kernel.build import CSRC
+from mk.kernel.runtime import Runtime
 from mk.programs import Plan
-from mk.rows import read_rows
-from mk.runtime import Runtime
+from mk.results.rows import read_rows
 from mk.splits import SplitPolicy
 from tests.device_rig import FakeLibrary, fake_build, fake_device
 from tests.promotion import committed, folder_of, no, repository, require_kept
@@ -122,7 +122,7 @@ def test_the_watched_steps_decode(fake_device: FakeLibrary, monkeypatch: pytest.
         return fake_device.runtime
 
     monkeypatch.setattr(sanitized_step, "Runtime", runtime)
-    monkeypatch.setattr("mk.build.build", fake_build)
+    monkeypatch.setattr("mk.kernel.build.build", fake_build)
     monkeypatch.setattr(sanitized_step, "DEVICE", torch.device("cpu"))
     sanitized_step.main([sanitize.PLANTED])
     assert fake_device.launches == 4 and capsys.readouterr().out.startswith("decoded 2 steps twice")

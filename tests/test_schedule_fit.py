@@ -15,7 +15,7 @@ from mk.compose import load_config
 from mk.errors import MkError
 from mk.model.geometry import PRESETS
 from mk.programs import Plan
-from mk.runs import RunFolder
+from mk.results.runs import RunFolder
 from mk.schedule import fit
 from mk.schedule.costs import Costs, OpCosts
 from mk.schedule.fit import fit_operations, fit_shared, mean_error, moved, to_yaml

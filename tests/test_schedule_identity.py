@@ -11,7 +11,7 @@ import pytest
 from mk.errors import MkError
 from mk.interpreter import Machine, StepInputs
 from mk.isa import Word
-from mk.runtime import Runtime
+from mk.kernel.runtime import Runtime
 from mk.schedule.cut import cut
 from mk.schedule.identity import schedule_hash
 from mk.schedule.lower import Counter, Program

@@ -19,8 +19,8 @@ from mk.graph import LAYER_WAVES, StepShape
 from mk.isa import ISA, Word
 from mk.model.geometry import PRESETS
 from mk.programs import Plan
+from mk.results.runs import RunFolder
 from mk.roofline import uniform_experts
-from mk.runs import RunFolder
 from mk.schedule.bounds import bounds
 from mk.schedule.costs import Costs, OpCosts
 from mk.schedule.greedy import greedy_order, layer_waves, upward_ranks

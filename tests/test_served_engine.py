@@ -18,8 +18,8 @@ from evals.benchmarks.base import Prompt
 from evals.completion import Request
 from evals.served import ServedEngine, parse_reply
 from mk.errors import MkError
+from mk.results.sources import ROOT
 from mk.sampling import SamplingParams
-from mk.sources import ROOT
 
 
 @pytest.mark.parametrize(

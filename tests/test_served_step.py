@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-import mk.engines
+import mk.engines.choice
 from experiments import served_rig, served_step
 from experiments.served_figures import between_tokens
 from experiments.served_report import by_kind
 from experiments.served_rig import Ran
 from mk.compose import load_config
-from mk.cuda_engine import CudaEngine
+from mk.engines.cuda import CudaEngine
 from mk.errors import MkError
-from mk.rows import Row, read_rows
+from mk.results.rows import Row, read_rows
 from tests.device_rig import FakeLibrary, fake_build, fake_device
 from tests.promotion import committed, folder_of, repository, require_kept
 
@@ -83,8 +83,8 @@ def stand_in(fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> FakeL
         fake_device.runtime = made.runtime
         return made
 
-    monkeypatch.setattr(mk.engines, "CudaEngine", engine)
-    monkeypatch.setattr("mk.build.build", fake_build)
+    monkeypatch.setattr(mk.engines.choice, "CudaEngine", engine)
+    monkeypatch.setattr("mk.kernel.build.build", fake_build)
     open_model = functools.partial(served_rig.open_model)
     monkeypatch.setattr(served_rig, "open_model", lambda model, weights, at, device: open_model(model, weights, at))
     return fake_device

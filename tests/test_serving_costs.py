@@ -8,11 +8,11 @@ import pytest
 
 from experiments import serving_costs
 from experiments.serving_costs import Asked
+from mk.batching.prefix_cache import Hit, PrefixCache
+from mk.batching.request import Delivery
 from mk.compose import load_config
-from mk.engine.prefix_cache import Hit, PrefixCache
-from mk.engine.request import Delivery
 from mk.errors import MkError
-from mk.rows import Row, read_rows
+from mk.results.rows import Row, read_rows
 from tests.promotion import committed, folder_of, no, repository, require_kept
 
 __all__ = ["committed", "repository"]

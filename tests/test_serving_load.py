@@ -21,12 +21,12 @@ from experiments.load_client import Answer, Client
 from experiments.load_figures import base_of, figures, percentile, raw_load
 from experiments.load_report import ONCE
 from experiments.settings.serving import Workload
-from mk import results
 from mk.compose import load_config
 from mk.errors import MkError
-from mk.rows import Row, read_rows
+from mk.results.promote import promote
+from mk.results.rows import Row, read_rows
+from mk.results.sources import ROOT
 from mk.sampling import SamplingParams
-from mk.sources import ROOT
 from tests.engine_rig import interpreted
 from tests.promotion import committed, edit, folder_of, problems, repository, require_kept
 from tests.server_rig import TOKENIZER
@@ -253,7 +253,7 @@ def test_a_ratio_is_to_the_row_that_it_names(committed: Path, tmp_path: Path, mo
     monkeypatch.setenv("FAKE_VLLM", "alike")
     _, made = run(tmp_path, f"baseline.vllm.site={SITE}")
     assert [row.same_weights for row in made] == [None, None, False, False]
-    (folder,) = results.promote(folder_of(tmp_path), committed / "results", committed)
+    (folder,) = promote(folder_of(tmp_path), committed / "results", committed)
     path = folder / "rows.jsonl"
     rows = read_rows(path)
     edit(path, 2, lambda values: Row.from_json(values | {"ratio_to": rows[1].digest}).sealed().to_json())

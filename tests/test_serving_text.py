@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mk.engine.scripted import Reply
+from mk.engines.scripted import Reply
 from tests.server_rig import TOKENIZER, WEATHER, Served, action, chat, complete, serving, thought
 from tests.serving_faults import fault
 

@@ -12,7 +12,7 @@ from cohere_melody import PyFilter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mk.engine.request import Delivery, Sampled
+from mk.batching.request import Delivery, Sampled
 from mk.server.choice import ChatChoice, Piece
 from mk.server.parser import Section
 from mk.server.prompts import render_chat

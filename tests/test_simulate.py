@@ -13,8 +13,8 @@ from mk.errors import MkError
 from mk.isa import ISA
 from mk.model.geometry import PRESETS, SLOT_BYTES
 from mk.programs import Plan, bucket_for
+from mk.results.rows import read_rows
 from mk.roofline import step_bytes
-from mk.rows import read_rows
 from mk.schedule.costs import Costs, OpCosts
 from mk.schedule.simulate import costs_of, estimate, first_layers, layer_period, ring_of, simulate
 from mk.schedule.simulator.engine import Engine

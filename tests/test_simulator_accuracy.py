@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from experiments import simulator_accuracy
-from mk import results
 from mk.compose import load_config, vary
 from mk.errors import MkError
-from mk.kept import published, read_configs
-from mk.rows import read_rows
-from mk.runs import RunFolder
+from mk.results.kept import published, read_configs
+from mk.results.rows import read_rows
+from mk.results.runs import RunFolder
+from mk.results.sources import ROOT
 from mk.schedule.measured import read_folder
-from mk.sources import ROOT
 from tests.promotion import committed, folder_of, repository, require_kept
 
 __all__ = ["committed", "repository"]
@@ -34,7 +33,7 @@ def test_it_ranks_and_times_what_a_card_has_run(
     cfg = load_config(["experiment=simulator_accuracy", SOME, f"run_dir={tmp_path / 'runs'}"])
     assert simulator_accuracy.main(cfg) == 0
     names = ("schedules", "rank_correlation", "mean_error")
-    monkeypatch.setattr(results, "ranked_problems", lambda kept: [])  # what it was judged by is kept elsewhere
+    monkeypatch.setattr("mk.results.verify.ranked_problems", lambda kept: [])  # what it was judged by is kept elsewhere
     rows = require_kept(committed, folder_of(tmp_path / "runs"), **dict.fromkeys(names, lambda value: value + 1))
     found = {row.arm: row for row in rows}
     assert [found[f"batch {batch}: plans"].schedules for batch in (1, 8)] == [6, 6]

@@ -11,11 +11,11 @@ from experiments import slow_sm as experiment
 from experiments.slow_sm import Run, table, verdicts
 from mk.compose import load_config
 from mk.errors import MkError
-from mk.launches import RUNTIMES
+from mk.kernel.launches import RUNTIMES
+from mk.kernel.runtime import Runtime
 from mk.model.geometry import Geometry
 from mk.model.opening import NANO
-from mk.rows import read_rows
-from mk.runtime import Runtime
+from mk.results.rows import read_rows
 from tests.device_rig import FakeEvent, FakeLibrary, fake_build, fake_device
 
 __all__ = ["fake_device"]
@@ -69,7 +69,7 @@ def stand_in(fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> FakeL
     made = RUNTIMES["step"]
     fake_device.fault = launch
     monkeypatch.setitem(RUNTIMES, "step", runtime)
-    monkeypatch.setattr("mk.build.build", fake_build)
+    monkeypatch.setattr("mk.kernel.build.build", fake_build)
     monkeypatch.setattr(experiment, "DEVICE", torch.device("cpu"))
     return fake_device
 

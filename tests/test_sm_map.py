@@ -21,8 +21,8 @@ from mk.isa import ISA, Word
 from mk.probes import handoff
 from mk.probes.handoff import launch, matrix, open_library
 from mk.programs import Plan
-from mk.rows import read_rows
-from mk.runs import RunFolder
+from mk.results.rows import read_rows
+from mk.results.runs import RunFolder
 from mk.schedule.lower import Program
 from mk.schedule.simulate import costs_of, estimate, ring_of, simulate
 from mk.schedule.simulator.engine import Engine

@@ -19,9 +19,9 @@ import httpx
 import numpy as np
 import pytest
 
-from mk.engine.request import Request
-from mk.engine.scripted import ScriptedEngine
-from mk.engines import MachineEngine
+from mk.batching.request import Request
+from mk.engines.interpreted import MachineEngine
+from mk.engines.scripted import ScriptedEngine
 from mk.graph import LAYER_WAVES
 from mk.model.geometry import PAGE
 from mk.programs import Plan

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
-from mk.step_figures import Ratio, block_ratio, half_interval, median_ratio
+from mk.results.step_figures import Ratio, block_ratio, half_interval, median_ratio
 
 
 def test_intervals_have_students_quantiles() -> None:

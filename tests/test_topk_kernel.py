@@ -11,8 +11,8 @@ import pytest
 
 from mk.interpreter import Status
 from mk.isa import DESCRIPTOR_WORDS, ISA, Flag, Word
+from mk.kernel.step_params import MAX_ROWS
 from mk.model.geometry import PRESETS, SLOT_K, Geometry
-from mk.step_params import MAX_ROWS
 from tests.emulated_kernel import Buffers, compile_emulated, pointer
 
 FULL = PRESETS["slice"]

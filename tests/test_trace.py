@@ -12,8 +12,8 @@ import torch
 from mk.errors import MkError
 from mk.graph import LAYER_WAVES, StepShape
 from mk.isa import ISA
+from mk.kernel.trace import TALLIES, TIMES, StepTrace, causes_table, records_of, trace_words
 from mk.schedule.lower import lower
-from mk.trace import TALLIES, TIMES, StepTrace, causes_table, records_of, trace_words
 from tests.tiny_model import tiny_geometry
 
 GHZ = 1.5

@@ -14,7 +14,7 @@ from mk.compose import load_config
 from mk.errors import MkError
 from mk.model.greedy_oracle import transformers_state
 from mk.model.random_weights import RandomWeights
-from mk.rows import read_rows
+from mk.results.rows import read_rows
 from tests.device_rig import FakeLibrary, fake_device
 from tests.interpreter_rig import NANO_GEOMETRY
 from tests.test_vllm_baseline import SMALL, rows_of_no_kernel

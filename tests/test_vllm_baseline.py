@@ -21,13 +21,13 @@ from experiments.server_process import vllm_server
 from mk.compose import load_config, stored_config
 from mk.config import Config, config_hash
 from mk.errors import MkError
-from mk.kept import read_configs
 from mk.model.geometry import PRESETS, Geometry
 from mk.model.opening import NANO
+from mk.results.kept import read_configs
+from mk.results.rows import Row, read_raw, read_rows
+from mk.results.runs import RunFolder
+from mk.results.step_figures import median_ratio, raw_steps, step_figures
 from mk.roofline import uniform_experts
-from mk.rows import Row, read_raw, read_rows
-from mk.runs import RunFolder
-from mk.step_figures import median_ratio, raw_steps, step_figures
 from tests.interpreter_rig import NANO_GEOMETRY
 from tests.promotion import committed, repository, require_kept
 
@@ -275,7 +275,7 @@ def rows_of_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's rows are `kernel_rows`, with or without a card."""
     monkeypatch.setattr(decode_throughput, "check", lambda *_: None)
     monkeypatch.setattr(decode_throughput, "run", kernel_rows)
-    monkeypatch.setattr("mk.step_figures.EXPERTS_AGREE", 0.1)  # nano has 4 expert layers: 32 steps say little
+    monkeypatch.setattr("mk.results.step_figures.EXPERTS_AGREE", 0.1)  # nano has 4 expert layers: 32 steps say little
 
 
 @pytest.fixture
@@ -329,7 +329,7 @@ def test_no_ratio_where_experts_were_not_counted(
 
 @pytest.mark.usefixtures("said_to_have_a_card")
 def test_no_ratio_where_experts_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mk.step_figures.EXPERTS_AGREE", 1e-9)
+    monkeypatch.setattr("mk.results.step_figures.EXPERTS_AGREE", 1e-9)
     assert vllm_decode.main(config(f"run_dir={tmp_path}", "experiment.routings=[uniform]")) == 0
     two = next(row for row in run_of(tmp_path) if row.engine == "vllm" and row.batch == 2)
     assert two.ratio is None and two.distinct_experts is not None

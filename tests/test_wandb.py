@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from mk import loggers
 from mk.compose import load_config
 from mk.config import resolved
-from mk.rows import read_rows
-from mk.runs import RunFolder
+from mk.results import loggers
+from mk.results.rows import read_rows
+from mk.results.runs import RunFolder
 
 WANDB = Path(sys.executable).with_name("wandb")
 

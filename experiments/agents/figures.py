@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.agents.exchange import Exchange
 from experiments.load_figures import latencies, timeline
-from mk.rows import Row
+from mk.results.rows import Row
 
 S_DIGITS = 3
 

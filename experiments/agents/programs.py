@@ -12,7 +12,7 @@ from typing import Any
 
 from mk.config import AgentConfig
 from mk.errors import MkError
-from mk.sources import ROOT
+from mk.results.sources import ROOT
 
 INSTALLED = ROOT / "build" / "agents"  # by `make agents`
 BESIDE_PATH = (INSTALLED / "node_modules" / ".bin", INSTALLED / "aider" / "bin")

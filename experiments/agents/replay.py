@@ -22,7 +22,7 @@ from experiments.load_report import Engine
 from experiments.opening import sampling_of
 from mk.config import Config
 from mk.device import card_state
-from mk.runs import RunFolder
+from mk.results.runs import RunFolder
 
 CHAT = "/chat/completions"
 

@@ -31,8 +31,8 @@ from experiments.settings.serving import TASKS
 from mk.config import AgentConfig, Config
 from mk.errors import MkError
 from mk.processes import run_within
-from mk.rows import Row
-from mk.runs import RunFolder
+from mk.results.rows import Row
+from mk.results.runs import RunFolder
 
 SETUP_S, TEST_S = 60.0, 60.0  # that an agent's setting up, or its version, and a task's test may take
 MOST_DIFF = 200_000  # bytes of a file that is shown in a diff

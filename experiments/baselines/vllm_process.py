@@ -26,7 +26,7 @@ from mk.device import card_state
 from mk.errors import MkError
 from mk.model.geometry import Geometry
 from mk.processes import log_end, started
-from mk.sources import ROOT
+from mk.results.sources import ROOT
 
 INSTALL = "python -m venv vllm-env && vllm-env/bin/pip install vllm, then baseline.vllm.python=vllm-env/bin/python"
 STRATEGIES = {"uniform": UNIFORM, "checkpoint": ""}  # by routing: vLLM's name of it, none for the router's own choice

@@ -2,7 +2,7 @@
 #pragma once
 #include "params.cuh"
 
-// What a part of a step has of its own; the rest is the step's. mk/launches.py has the same fields.
+// What a part of a step has of its own; the rest is the step's. mk/kernel/launches.py has the same fields.
 struct StepPart {
   const int* words;
   const int* offsets;

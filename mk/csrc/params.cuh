@@ -1,4 +1,4 @@
-// What a launch gets: device pointers and the step's numbers. mk/step_params.py reads the fields from here.
+// What a launch gets: device pointers and the step's numbers. mk/kernel/step_params.py reads the fields from here.
 #pragma once
 #include <cstdint>
 
@@ -21,7 +21,7 @@ struct alignas(32) StallRecord {
   uint32_t target, seen;
 };
 
-// How a row is sampled; mk/step_params.py packs the same. temperature 0: greedy.
+// How a row is sampled; mk/kernel/step_params.py packs the same. temperature 0: greedy.
 struct RowSampling {
   uint64_t seed;
   double top_p;       // 1: off

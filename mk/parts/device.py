@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mk.interpreter.memory import Floats, Memory
+from mk.kernel.runtime import Runtime
 from mk.kv import KINDS, KVCache
 from mk.page_layout import pack_keys, pack_values, unpack_keys, unpack_values
-from mk.runtime import Runtime
 
 LOG2_E = math.log2(math.e)  # the kernel's scores are in units of log 2
 

@@ -15,11 +15,11 @@ from mk.graph import StepShape
 from mk.interpreter import Machine, StepInputs
 from mk.interpreter.memory import Memory
 from mk.isa import ISA, Word
+from mk.kernel.runtime import Runtime
+from mk.kernel.step_params import MAX_ROWS
 from mk.kv import KVCache, PageTable
 from mk.parts.device import download, download_pages, upload, upload_pages
-from mk.runtime import Runtime
 from mk.schedule.lower import Program
-from mk.step_params import MAX_ROWS
 
 Ids = Mapping[int, npt.NDArray[np.int64]]
 

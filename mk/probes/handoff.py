@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mk.build import build_probe
 from mk.errors import MkError
+from mk.kernel.build import build_probe
 
 SOURCE = Path(__file__).parent / "handoff.cu"
 LINE_WORDS = 32

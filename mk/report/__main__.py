@@ -6,7 +6,7 @@ import sys
 
 from mk.errors import MkError
 from mk.report.page import draw
-from mk.sources import ROOT
+from mk.results.sources import ROOT
 
 
 def main() -> int:

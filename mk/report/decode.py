@@ -7,7 +7,6 @@ from itertools import cycle, groupby
 
 from matplotlib.figure import Figure
 
-from mk.recompute import card, geometry_of_row
 from mk.report import palette
 from mk.report.chart import (
     BATCH,
@@ -28,8 +27,9 @@ from mk.report.chart import (
     stacked,
 )
 from mk.report.kept_rows import Kept, newest, plan_of, told_apart, with_common_keys
+from mk.results.recompute import card, geometry_of_row
+from mk.results.rows import Row
 from mk.roofline import step_bytes
-from mk.rows import Row
 
 AGAINST_BATCH = ("decode_throughput", "vllm_decode", "transformers_decode")
 NAMES = {

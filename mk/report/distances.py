@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mk.recompute import geometry_of_row
 from mk.report import palette
 from mk.report.chart import BATCH, CONTEXT, PLAN, TIMES, Chart, Column, drawn, legend_below, panels, powers
 from mk.report.kept_rows import Kept, newest
-from mk.rows import DISTANCE_BAR as BAR
-from mk.rows import Row
+from mk.results.recompute import geometry_of_row
+from mk.results.rows import DISTANCE_BAR as BAR
+from mk.results.rows import Row
 
 RATIOS = {"attention": "attention_ratio", "ffn": "ffn_ratio", "kv": "kv_ratio"}
 COLUMNS = tuple(Column(field, f"{name}, of bfloat16's", 3) for name, field in RATIOS.items())

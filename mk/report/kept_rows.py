@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mk.errors import MkError
-from mk.kept import EXECUTED, leaves_of, read_configs, within
+from mk.results.kept import EXECUTED, leaves_of, read_configs, within
+from mk.results.rows import Row, read_raw, read_rows
 from mk.ring import window_kb_for
-from mk.rows import Row, read_raw, read_rows
 
 WINDOW = "engine.ring.window_kb"
 CARD, MODEL = "h200", "north_mini_code"  # that figures and the README speak of

@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 
-from mk.kept import EXECUTED, leaves_of, within
 from mk.report import palette
 from mk.report.chart import (
     ARM,
@@ -31,6 +30,7 @@ from mk.report.chart import (
 )
 from mk.report.decode import floor_ms
 from mk.report.kept_rows import Kept, of_last_run, raw_of
+from mk.results.kept import EXECUTED, leaves_of, within
 
 LAUNCHES = "experiment.launches"
 ADDS = {  # what an arm has that the one before it had not, by key and value of its configuration

@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 from mk.report import palette
 from mk.report.chart import CONTEXT, ENGINE, RATIOS, Chart, Column, legend_below, panels
 from mk.report.kept_rows import Kept, newest
-from mk.rows import Row
+from mk.results.rows import Row
 
 NAMES = {"cuda": "this server", "interpreter": "this server, interpreted", "vllm": "vLLM's", "served": "another one"}
 SAYS = (

@@ -11,7 +11,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from mk.report import palette
 from mk.report.chart import BATCH, CONTEXT, ENGINE, RATIOS, Chart, Column, panels, point, spread
 from mk.report.kept_rows import Kept, newest, with_common_keys
-from mk.rows import Row
+from mk.results.rows import Row
 
 Lane = tuple[str, str | None]  # an operation, and how torch does it; None of the kernel
 GAP = 0.5  # lanes between two operations

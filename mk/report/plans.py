@@ -11,8 +11,8 @@ from matplotlib.lines import Line2D
 from mk.report import palette
 from mk.report.chart import ARM, BATCH, CONTEXT, PLAN, RATIOS, SHARE, TIMES, Chart, panels, point
 from mk.report.kept_rows import Kept, newest, told_apart
-from mk.rows import Row
-from mk.step_figures import Ratio
+from mk.results.rows import Row
+from mk.results.step_figures import Ratio
 
 MARKERS = {"static": "o", "work_stealing": "^"}
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from mk.report import palette
 from mk.report.chart import ARM, BATCH, CONTEXT, ENGINE, RATIOS, TIMES, Chart, Column, drawn, panels
 from mk.report.kept_rows import Kept, newest
-from mk.rows import Row
+from mk.results.rows import Row
 
 ITL = {"itl_p50_ms": "p50", "itl_p99_ms": "p99", "itl_most_ms": "most", "ttft_ms": "first token\nof the prompt"}
 

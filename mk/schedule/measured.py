@@ -10,18 +10,18 @@ from typing import Any
 
 from mk.config import ModelConfig, RoutingConfig
 from mk.errors import MkError
-from mk.kept import read_configs
+from mk.kernel.trace import StepTrace
 from mk.model.geometry import PRESETS, Geometry
 from mk.model.opening import geometry_of
 from mk.programs import Plan, bucket_for
+from mk.results.kept import read_configs
+from mk.results.rows import Row, read_raw, read_rows
 from mk.ring import SLOT_KB, window_for, windows_of
-from mk.rows import Row, read_raw, read_rows
 from mk.schedule.costs import Costs
 from mk.schedule.simulate import estimate
 from mk.schedule.simulator.expand import Sample, expand
 from mk.schedule.simulator.work import Ring, Work
 from mk.splits import SplitPolicy
-from mk.trace import StepTrace
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from mk.config import GpuConfig
 from mk.engine_config import RingConfig
 from mk.errors import MkError
 from mk.isa import ISA
+from mk.kernel.trace import ASIDE, TALLIES, TIMES, StepTrace
 from mk.model.geometry import Geometry
 from mk.programs import Plan
 from mk.ring import window_for
@@ -26,7 +27,6 @@ from mk.schedule.simulator.expand import Sample, expand
 from mk.schedule.simulator.path import CriticalPath
 from mk.schedule.simulator.work import Ring
 from mk.schedule.sm_map import SmMap
-from mk.trace import ASIDE, TALLIES, TIMES, StepTrace
 
 
 @dataclass(frozen=True)

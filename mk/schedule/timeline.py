@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from mk.graph import WAVE_NAMES
-from mk.occupancy import Spans
+from mk.kernel.occupancy import Spans
 from mk.report.palette import OTHER_WAVE, WAVE
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-from mk.engine.request import Constraint, GenerationParams
+from mk.batching.request import Constraint, GenerationParams
 from mk.model.tokenizer import Tokenizer
 from mk.server.bodies import beside_the_loop
 from mk.server.choice import ChatChoice, Piece, SentCall, TokenText

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mk.engine.request import Delivery, Sampled
+from mk.batching.request import Delivery, Sampled
 from mk.model.tokenizer import Tokenizer
 from mk.server.actions import Call
 from mk.server.parser import OutputParser, Parsed, Section

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-from mk.engine.request import Logprobs
+from mk.batching.request import Logprobs
 from mk.server.bodies import beside_the_loop
 from mk.server.choice import Piece, TextChoice
 from mk.server.errors import invalid, json_response

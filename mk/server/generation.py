@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
 
-from mk.engine.request import Constraint, Delivery, GenerationParams, Request
-from mk.engine.worker import QueueFull, Worker
+from mk.batching.request import Constraint, Delivery, GenerationParams, Request
+from mk.batching.worker import QueueFull, Worker
 from mk.errors import MkError
 from mk.model.tokenizer import Tokenizer
 from mk.sampling import SamplingParams

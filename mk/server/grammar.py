@@ -11,7 +11,7 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from mk.engine.request import Mask
+from mk.batching.request import Mask
 from mk.model.tokenizer import Tokenizer
 from mk.server.errors import invalid
 from mk.server.protocol import NamedTool, ResponseFormat, Tool

@@ -21,12 +21,12 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from mk.batching.core import Core
+from mk.batching.policy import Policy
+from mk.batching.worker import Worker
 from mk.config import Config, resolved
-from mk.cuda_engine import CudaEngine
-from mk.engine.core import Core
-from mk.engine.policy import Policy
-from mk.engine.worker import Worker
-from mk.engines import make_paged_engine
+from mk.engines.choice import make_paged_engine
+from mk.engines.cuda import CudaEngine
 from mk.errors import MkError
 from mk.kv import blocks_of
 from mk.model.files import digest_files

@@ -29,12 +29,12 @@ from typing import Any, Self
 from mk.compose import to_yaml
 from mk.config import Config, config_hash, resolved
 from mk.errors import MkError
-from mk.kept import NAMES_FILES, TEXTS, host_free, leaves_of, model_name, sampling_text
-from mk.loggers import Logger, make_logger
 from mk.model.files import folder_digest, model_files
-from mk.recompute import figures, with_told
-from mk.rows import SCHEMA, Row, read_raw
-from mk.sources import ROOT, commit_source_hash, recent_commits, source_hash
+from mk.results.kept import NAMES_FILES, TEXTS, host_free, leaves_of, model_name, sampling_text
+from mk.results.loggers import Logger, make_logger
+from mk.results.recompute import figures, with_told
+from mk.results.rows import SCHEMA, Row, read_raw
+from mk.results.sources import ROOT, commit_source_hash, recent_commits, source_hash
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "hydra-core", "omegaconf")
 
@@ -123,7 +123,7 @@ class RunFolder:
         return RunFolder(self.path, cfg, {**self.meta, "config_hash": digest}, self._logger)
 
     def measured(self, raw: Mapping[str, Any], *, engine: str, dtype: str, context: list[int], **more: Any) -> Row:
-        """A row as `row` makes it, whose figures and verdicts are what its raw data gives (mk/recompute.py)."""
+        """A row as `row` makes it, whose figures and verdicts are what its raw data gives (mk/results/recompute.py)."""
         row = self.row(engine=engine, dtype=dtype, context=context, **{"checks": {}, **more})
         return dataclasses.replace(row, **figures(row, json.loads(_line(raw))))
 

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mk.build import CSRC
 from mk.errors import MkError
 from mk.isa import ISA, Word
+from mk.kernel.build import CSRC
 from mk.schedule.lower import Program
 
 _WORD = 0xFFFFFFFF

@@ -11,12 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from mk.recompute import geometry_of_row
 from mk.report.distances import in_words
 from mk.report.kept_rows import Kept, newest, of_card, of_last_run
 from mk.report.launches import labels
-from mk.rows import Row
-from mk.step_figures import Ratio
+from mk.results.recompute import geometry_of_row
+from mk.results.rows import Row
+from mk.results.step_figures import Ratio
 
 Phrases = Iterator[str]
 HEADING = "## Measured: the kernel on an H200"  # of the part that has the lists

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mk.errors import MkError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDERS = ("mk", "prefill", "evals", "experiments", "configs")
 FILES = ("run.py", "pyproject.toml", "constraints.txt")
 

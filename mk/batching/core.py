@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mk.batching.logits import logprobs_of, needs_logits, pick
+from mk.batching.policy import Policy
+from mk.batching.request import GREEDY, Delivery, Phase, Request, Sampled
+from mk.batching.seats import Seats
 from mk.decode_loop import LoopStep, Parked, Run
 from mk.decode_loop import finish as finish_run
-from mk.engine.logits import logprobs_of, needs_logits, pick
-from mk.engine.policy import Policy
-from mk.engine.request import GREEDY, Delivery, Phase, Request, Sampled
-from mk.engine.seats import Seats
-from mk.engines import PagedEngine
+from mk.engines.protocol import PagedEngine
 from mk.errors import MkError
 from mk.interpreter import Status, StepOutputs
 from mk.kv import OutOfPages
@@ -45,7 +45,7 @@ class Totals:
 
 
 class Core:
-    """Continuous batching over one engine. Not thread-safe: `mk/engine/worker.py` owns it."""
+    """Continuous batching over one engine. Not thread-safe: `mk/batching/worker.py` owns it."""
 
     def __init__(self, engine: PagedEngine, eos: Sequence[int], policy: Policy) -> None:
         """eos: the model's end tokens. Raises MkError for pools in which the longest context does not fit alone."""

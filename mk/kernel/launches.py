@@ -19,12 +19,12 @@ import torch
 
 from mk.errors import MkError
 from mk.isa import Word
-from mk.runtime import Runtime
+from mk.kernel.runtime import Runtime
+from mk.kernel.stalls import missing_signals
+from mk.kernel.step_params import HOST_STEPS, counters_at
 from mk.schedule.cut import launches_of, waves_of
 from mk.schedule.identity import executed_hash
 from mk.schedule.lower import Program
-from mk.stalls import missing_signals
-from mk.step_params import HOST_STEPS, counters_at
 
 
 class StepPart(ctypes.Structure):
@@ -76,8 +76,8 @@ class WaveLaunches(Runtime):
     dependent = False  # whether a launch may begin before the one before it has ended
     parts_of = staticmethod(launches_of)  # what a step is launched as
     launch_trace: torch.Tensor | None = None
-    """Of a trace build: int32 [launches, blocks, records, 16], mk/trace.py. The last launch has the head and may find
-    too few records."""
+    """Of a trace build: int32 [launches, blocks, records, 16], as of trace.py. The last launch has the head and may
+    find too few records."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As `Runtime`."""

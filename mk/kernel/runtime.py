@@ -15,23 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mk.build import Library
 from mk.device import DeviceFacts
 from mk.errors import MkError
 from mk.graph import QUEUE_KINDS
-from mk.host_ring import HostRing, StepTokens
 from mk.interpreter.step import Status
 from mk.isa import NONE, Buffer, Word
-from mk.kv import KINDS, PAGE, Blocks, blocks_of, first_visible, kv_layers
-from mk.model.packing import PackedWeights
-from mk.model.reference import rope_table
-from mk.page_layout import pack_keys, pack_values
-from mk.ring import MIN_WINDOW, SLOT_KB, UNSAFE_SLOTS, window_for
-from mk.sampling import SamplingParams
-from mk.schedule.identity import executed_hash
-from mk.schedule.lower import Program
-from mk.stalls import describe_stall, missing_signals
-from mk.step_params import (
+from mk.kernel.build import Library
+from mk.kernel.host_ring import HostRing, StepTokens
+from mk.kernel.stalls import describe_stall, missing_signals
+from mk.kernel.step_params import (
     HOST_STEPS,
     KV_BLOCK,
     MAX_ROWS,
@@ -41,6 +33,14 @@ from mk.step_params import (
     counters_at,
     pack_sampling,
 )
+from mk.kv import KINDS, PAGE, Blocks, blocks_of, first_visible, kv_layers
+from mk.model.packing import PackedWeights
+from mk.model.reference import rope_table
+from mk.page_layout import pack_keys, pack_values
+from mk.ring import MIN_WINDOW, SLOT_KB, UNSAFE_SLOTS, window_for
+from mk.sampling import SamplingParams
+from mk.schedule.identity import executed_hash
+from mk.schedule.lower import Program
 
 DELAYS = "MK_DELAYS"  # defined in a library that can inject delays (csrc/delay.cuh)
 MEANING = {
@@ -75,7 +75,7 @@ class Runtime:
         """pages: physical pages of each pool. max_blocks: blocks of a sequence. max_positions: longest context.
 
         windows: slots an SM may have outstanding, by a step's rows (`mk/ring.py`). time_limit_s: of a step; a wait that
-        outlasts it is given up. trace_records: room an SM for a trace build's records (`mk/trace.py`), which each step
+        outlasts it is given up. trace_records: room an SM for a trace build's records (trace.py), which each step
         overwrites.
         Raises MkError for a device or a library that does not fit.
         """

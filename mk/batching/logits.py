@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from mk.engine.request import Logprobs, Mask, Request
+from mk.batching.request import Logprobs, Mask, Request
 from mk.sampling import sample_row
 
 Floats = npt.NDArray[np.float32]

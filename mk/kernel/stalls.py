@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mk.isa import ISA, Word
+from mk.kernel.step_params import counters_at
 from mk.schedule.lower import Program
-from mk.step_params import counters_at
 from mk.verify.spans import writes_tokens
 
 ROLES = ("consumer", "controller", "producer", "storer", "warp aside")

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mk.build import CSRC
+from mk.kernel.build import CSRC
 from mk.kv import PAGE
 from mk.model.geometry import SLOT_K, Geometry
 from mk.noise import power_rate

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mk.kernel.step_params import HOST_STEP, HOST_STEPS
 from mk.sampling import NO_TOKEN
-from mk.step_params import HOST_STEP, HOST_STEPS
 
 Ints = npt.NDArray[np.int64]
 

@@ -39,7 +39,7 @@ class Script(Protocol):
 
 
 class ScriptedEngine:
-    """An engine (`mk.engines.PagedEngine`) whose model is a script."""
+    """An engine (`mk.engines.protocol.PagedEngine`) whose model is a script."""
 
     name = "scripted"
 

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from mk.batching.core import Core
+from mk.batching.request import Request
 from mk.decode_loop import CardLost
-from mk.engine.core import Core
-from mk.engine.request import Request
 from mk.errors import MkError
 from mk.kv import KINDS
 
-log = logging.getLogger("mk.engine")
+log = logging.getLogger("mk.batching")
 REFRESH_S = 0.05  # of the snapshot while a run goes on: counting what the cache holds takes longer than a step may wait
 
 

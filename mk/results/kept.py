@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mk.errors import MkError
+from mk.results.rows import Row, dtype_of
 from mk.ring import window_kb_for
-from mk.rows import Row, dtype_of
 
 TEXTS = ("prompt", "prompts")  # of the configuration: they may begin with a slash and name no folder
 NAMES_FILES = ("model.path", "schedule.path", "placement.path", "routing.path", "engine.script", "agent.trace")

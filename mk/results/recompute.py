@@ -19,12 +19,12 @@ from mk.config import GpuConfig, group_options
 from mk.errors import MkError
 from mk.model.geometry import Geometry
 from mk.model.opening import geometry_of
-from mk.rows import FIGURES, Row
-from mk.step_figures import block_ratio, median_ratio, simulated_figures, step_figures
+from mk.results.rows import FIGURES, Row
+from mk.results.step_figures import block_ratio, median_ratio, simulated_figures, step_figures
 
 Figures = Callable[[Row, dict[str, Any]], dict[str, Any]]
 KINDS = {  # raw["kind"]: where its function is
-    "steps": "mk.recompute:steps",  # of a decode: mk/step_figures.py
+    "steps": "mk.results.recompute:steps",  # of a decode: mk/results/step_figures.py
     "decoded": "experiments.quickstart_report:figures",  # a batch to its end
     "simulated_schedule": "experiments.schedule_figures:simulated",
     "simulated_ranks": "experiments.schedule_figures:ranks",
@@ -85,7 +85,7 @@ def with_told(row: Row, raw: Mapping[str, Any]) -> dict[str, Any]:
 def function_of(kind: Any) -> Figures:
     """Raises MkError for one that is not in `KINDS`."""
     if kind not in KINDS:
-        raise MkError(f"raw data of kind {kind!r}", hint=f"mk/recompute.py knows {', '.join(KINDS)}")
+        raise MkError(f"raw data of kind {kind!r}", hint=f"mk/results/recompute.py knows {', '.join(KINDS)}")
     module, name = KINDS[kind].split(":")
     found: Figures = getattr(importlib.import_module(module), name)
     return found

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from mk.errors import MkError
 from mk.isa import ISA, LOCAL_BUFFERS
-from mk.trace import StepTrace
+from mk.kernel.trace import StepTrace
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

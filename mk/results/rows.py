@@ -49,7 +49,7 @@ class Row:
     env: dict[str, str]
 
     # optional figures; a field that does not apply is left out of the JSON
-    source_hash: str | None = None  # mk/sources.py; of every row since schema 2
+    source_hash: str | None = None  # mk/results/sources.py; of every row since schema 2
     command: str | None = None  # line; null where Python code called the experiment
     seeds: dict[str, int] | None = None  # by key of the configuration
     data: dict[str, str] | None = None  # sha256 of each file that the configuration names, by its key; of a
@@ -93,7 +93,7 @@ class Row:
     kernel: str | None = None  # the one that p50_ms is of; op_bench: the operation of the step
     method: str | None = None  # op_bench: how torch does it
     layer_us: float | None = None  # wave_occupancy: from the end of the layer before `layer` to its own
-    idle_pct: float | None = None  # of all SMs' time in it: mk/occupancy.py
+    idle_pct: float | None = None  # of all SMs' time in it: mk/kernel/occupancy.py
     idle_us_by_wave: dict[str, float] | None = None  # of an SM, by the wave that was complete next
     kernel_bytes: float | None = None  # that one run of it must read: mk/roofline.py
     gb_s: float | None = None  # those by p50
@@ -231,7 +231,7 @@ class Row:
         unknown = sorted(set(values) - {f.name for f in fields})
         if missing or unknown:
             problem = f"lacks {', '.join(missing)}" if missing else f"has unknown {', '.join(unknown)}"
-            raise MkError(f"row {problem}", hint="the fields of a row stand in mk/rows.py")
+            raise MkError(f"row {problem}", hint="the fields of a row stand in mk/results/rows.py")
         return cls(**values)
 
     def sealed(self) -> Row:

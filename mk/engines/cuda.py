@@ -11,15 +11,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mk.build import Library
 from mk.decode_loop import LoopStep, Run, finish
 from mk.interpreter import StepOutputs
+from mk.kernel.build import Library
+from mk.kernel.native_loop import NativeLoop
+from mk.kernel.runtime import Runtime
 from mk.kv import KINDS, KVCache, PageAllocator, blocks_of, kv_layers, pages_for_contexts
 from mk.model.packing import PackedWeights
-from mk.native_loop import NativeLoop
 from mk.page_layout import hand_over
 from mk.programs import Plan, programs_by_size
-from mk.runtime import Runtime
 from mk.sampling import SamplingParams
 from mk.schedule.lower import Program
 from prefill.chunks import Prompt

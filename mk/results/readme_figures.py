@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from mk.readme_bullets import bullet_problems
 from mk.report.kept_rows import CARD, MODEL, Kept, of_card
-from mk.rows import Row
+from mk.results.readme_bullets import bullet_problems
+from mk.results.rows import Row
 
 # of a table that has a line a batch: the figures of one row of the kernel's, and of the baseline's beside it
 KERNEL: dict[str, Callable[[Row], str]] = {

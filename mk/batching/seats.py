@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mk.engine.policy import Policy
-from mk.engine.prefix_cache import Hit, PrefixCache, extend_hashes
-from mk.engine.request import Phase, Request
-from mk.engines import PagedEngine
+from mk.batching.policy import Policy
+from mk.batching.prefix_cache import Hit, PrefixCache, extend_hashes
+from mk.batching.request import Phase, Request
+from mk.engines.protocol import PagedEngine
 from mk.errors import MkError
 from mk.kv import ABSENT, KINDS, OutOfPages, blocks_of, first_visible, kv_layers
 from mk.model.geometry import PAGE

@@ -16,13 +16,13 @@ import numpy as np
 
 from mk.decode_loop import CardLost, LoopStep, Parked, Run
 from mk.errors import MkError
-from mk.host_ring import HostRing
+from mk.kernel.host_ring import HostRing
+from mk.kernel.runtime import Runtime
+from mk.kernel.step_params import HOST_STEPS, MAX_ROWS
 from mk.kv import PageTable
-from mk.runtime import Runtime
 from mk.schedule.lower import Program
-from mk.step_params import HOST_STEPS, MAX_ROWS
 
-log = logging.getLogger("mk.engine")
+log = logging.getLogger("mk.batching")
 
 QUEUE = 256  # steps that the reader may be behind
 GRACE_S = 5.0  # beyond the loop's own limit, after which its thread counts as dead
