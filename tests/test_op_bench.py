@@ -325,10 +325,7 @@ def test_of_a_model_that_repeats_itself_each_layer_of_a_kind_takes_what_it_takes
     sample = Sample.draw(FULL, cfg.routing, [8192])
     for row in rows:
         chosen = operations[row.kernel or ""][::8]
-        times = [
-            simulate(parts[n], sample, costs_of(cfg.gpu), ring_of(cfg.engine.ring, 1)).step_us
-            for (n,) in chosen
-        ]
+        times = [simulate(parts[n], sample, costs_of(cfg.gpu), ring_of(cfg.engine.ring, 1)).step_us for (n,) in chosen]
         assert times == pytest.approx([(row.p50_ms or 0) * 1e3] * len(times), rel=0.02)
 
 
