@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from mk.compose import load_config
+from mk.errors import MkError
 from mk.model import files
 from mk.model.opening import NANO, open_model
 from mk.server.generation import Service, generation_params
-from mk.server.launch import build_service, fingerprint
+from mk.server.launch import build_service, fingerprint, listen
 from mk.server.protocol import ChatRequest
 
 SERVE = ["experiment=serve", "engine=interpreter", "server.context=256", "server.slots=2"]
@@ -138,3 +139,17 @@ def test_a_service_has_the_models_defaults_and_fingerprint(tmp_path: Path, copie
     assert params(**own) == (1.5, 0, 1.0, 0, 1)
     defaulting(copied, temperature=0.3, do_sample=False)
     assert built(tmp_path, f"model.path={copied}").defaults == {"temperature": 0.0}
+
+
+def test_the_hint_for_an_address_is_what_helps() -> None:
+    """A port that is taken, a host that is nobody's, one that does not resolve."""
+    with listen("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        held.listen()
+        with pytest.raises(MkError, match=rf"127\.0\.0\.1:{port} cannot be listened on") as caught:
+            listen("127.0.0.1", port)
+        assert caught.value.hint == f"server.port={port % 65535 + 1}, or stop what uses it"
+    for host in ("192.0.2.1", "no-such-host.invalid"):
+        with pytest.raises(MkError, match="cannot be listened on") as caught:
+            listen(host, 0)
+        assert caught.value.hint == "server.host=127.0.0.1"

@@ -58,7 +58,8 @@ class StoredSchedule:
         """Raises MkError for a file that is missing or is no schedule, naming what is wrong with it."""
         hint = "experiment=schedule_search writes schedules in its run folder"
         if not path.is_file():
-            raise MkError(f"schedule.path={path}: no such file", hint=hint)
+            what = "is a folder" if path.is_dir() else "no such file"
+            raise MkError(f"schedule.path={path}: {what}", hint=hint)
         try:
             values = yaml.safe_load(path.read_text())
             found = cls(**{**values, "waves": tuple(values["waves"])})

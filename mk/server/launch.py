@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -123,8 +124,11 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        taken = f"{host}:{port} cannot be listened on ({error.strerror})"
-        raise MkError(taken, hint=f"server.port={port % 65535 + 1}, or stop what uses it") from error
+        taken = error.errno == errno.EADDRINUSE
+        hint = f"server.port={port % 65535 + 1}, or stop what uses it" if taken else "server.host=127.0.0.1"
+        if error.errno == errno.EACCES:
+            hint = "server.port=8000: lower ones than 1024 are the system's"
+        raise MkError(f"{host}:{port} cannot be listened on ({error.strerror})", hint=hint) from error
     return listener
 
 
