@@ -20,7 +20,7 @@ def main(cfg: Config) -> int:
     require_greedy(cfg)
     settings, costs = cfg.experiment, costs_of(cfg.gpu)
     found: dict[tuple[str, int], Measured] = {}  # a configuration that several runs timed counts once
-    for step in (step for folder in folders(settings.rows) for step in read_folder(folder)):
+    for step in (step for folder in folders(settings.rows) for step in read_folder(folder, print)):
         if usable(cfg, step):
             found.setdefault((step.row.config_hash, step.row.batch), step)
     steps = list(found.values())

@@ -1,9 +1,9 @@
 """How long SMs idle in one layer of a step, wave by wave: a kernel an operation, and the megakernel; with a picture.
 
-Arms are variants of this configuration, in trace builds, which are some percent slower; what is read is the
-last step's trace. mk/kernel/occupancy.py says what idle is. The layer begins when the one before is complete, so that
-what the megakernel has streamed by then shows as the shorter layer, and idle time counts for the wave that ends next.
-Without a card, arms of one launch are simulated.
+Arms are variants of this configuration, in trace builds, which are some percent slower; what is read is the last step's
+trace. mk/kernel/occupancy.py says what idle is. The layer begins when the one before is complete, so that what the
+megakernel has streamed by then shows as the shorter layer, and idle time counts for the wave that ends next. Without a
+card, arms of one launch are simulated.
 """
 
 from __future__ import annotations

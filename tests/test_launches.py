@@ -222,7 +222,33 @@ def test_making_graphs_that_fails_leaves_none(
         pytest.raises((ValueError, MkError), match="no such step|error 7|error 901"),
     ):
         graphed.launcher(tell, 5)
+    launch = graphed.launcher(lambda step: None, 8)  # contexts have room for as many steps as before
+    graphed.launcher(lambda step: None, 0)
+    with pytest.raises(IndexError):
+        launch(0)  # whose graphs have ended
     as_it_would_be_without(graphed, fake_device, 0)
+
+
+@pytest.mark.parametrize("place", ["finish", "launcher"])
+def test_a_card_that_refuses_to_end_graphs_too_does_not_hide_what_went_wrong(
+    graphed: GraphedLaunches, fake_device: FakeLibrary, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """An interrupt above all: as an MkError an ablation would take it for an arm that fails, and go on."""
+    destroy = fake_device.mk_graph_destroy
+
+    def broken(*_: object) -> None:
+        monkeypatch.setattr(fake_device, "mk_graph_destroy", lambda graph: destroy(graph) or 700)
+        raise KeyboardInterrupt
+
+    if place == "finish":
+        graphed.launch()
+        monkeypatch.setattr(Runtime, "finish", broken)
+        with pytest.raises(KeyboardInterrupt):
+            graphed.finish()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            graphed.launcher(lambda step: broken() if step else None, 3)
+    assert not fake_device.graphs
 
 
 def test_a_graph_that_is_refused_and_one_that_gives_up_end_with_the_others(

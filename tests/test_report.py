@@ -16,7 +16,6 @@ import pytest
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
-from mk import readme_bullets, results
 from mk.model.geometry import PRESETS
 from mk.report import distances, palette
 from mk.report.chart import Chart
@@ -24,6 +23,7 @@ from mk.report.decode import COLUMNS, layer_cost
 from mk.report.kept_rows import MODEL, Kept, of_one_machine, plan_of, read_kept, told_apart
 from mk.report.page import COULD, FOLDER, PAGE, charts, draw, missing, stale
 from mk.report.plans import _short
+from mk.results.promote import promote
 from mk.results.readme_bullets import HEADING, PHRASES, ZERO_WAIT, bullet_problems
 from mk.results.readme_figures import check_readme
 from mk.results.sources import ROOT
@@ -172,7 +172,7 @@ def test_a_page_of_other_rows_and_an_edited_figure_are_told(tmp_path: Path) -> N
 
 
 def test_a_baseline_stands_beside_the_kernel_in_its_own_colour(repository: Path) -> None:
-    results.promote(made(repository).path, repository / "results", repository)
+    promote(made(repository).path, repository / "results", repository)
     kept = read_kept(repository / "results")
     (chart,) = charts(kept)
     assert chart.name == "decode_batch_uniform" and "baseline yet" not in chart.says and len(chart.rows) == 4
@@ -308,6 +308,20 @@ def test_every_list_of_the_readme_that_rows_give_is_there() -> None:
         assert name == "decode_throughput" or f"\n* `{name}`" in README
 
 
+def test_figures_that_change_places_and_tables_that_are_gone_are_told() -> None:
+    """A line's label says whose its figures are; a table is looked for under its heading."""
+    head = "| kept rows of an H200"
+    one, two, *_ = README[README.index(head) :].partition("\n\n")[0].splitlines()[2:]
+    (label, rest), (other, figures) = (re.match(r"(\|[^|]+)(\|.*)", line).groups() for line in (one, two))  # type: ignore[union-attr]
+    swapped = README.replace(one, label + figures).replace(two, other + rest)
+    assert len([problem for problem in check_readme(swapped, KEPT)[0] if "in the rows kept" in problem]) == 2
+    renamed = README.replace(one, f"| another name {rest}")
+    assert "README: no kept simulation is known as another name" in check_readme(renamed, KEPT)[0]
+    for column in ("ms a step", "| placement |", "schedules |"):
+        gone = README.replace(f"| {column.strip('| ')} |", "| something |")
+        assert any("no table has a column" in problem for problem in check_readme(gone, KEPT)[0]), column
+
+
 def test_an_edited_figure_of_the_tables_of_a_card_is_told() -> None:
     """The last digit of every cell, one after the other."""
     heads = ("| batch | ms a step", "| kept rows of an H200")
@@ -349,7 +363,7 @@ def test_layers_of_a_slow_sm_are_those_of_the_rows_model(monkeypatch: pytest.Mon
     full = [dataclasses.replace(of, row=dataclasses.replace(of.row, model=MODEL)) for of in CHARTS["slow_sm"].rows]
     (chart,) = [chart for chart in distances.charts(full) if chart.name == "slow_sm"]
     assert "a step of 49 layers" in chart.says
-    monkeypatch.setattr(readme_bullets, "geometry_of_row", lambda row: PRESETS[MODEL])
+    monkeypatch.setattr("mk.results.readme_bullets.geometry_of_row", lambda row: PRESETS[MODEL])
     (other,) = PHRASES["slow_sm"](KEPT)
     grows = [int(re.findall(r"grows by (\d+) us", each)[0]) for each in (phrase, other)]
     assert "a step of 49 layers" in other and grows[1] == pytest.approx(grows[0] * 5 / 49, abs=0.6)
@@ -375,7 +389,8 @@ def test_a_list_whose_rows_are_gone_is_told() -> None:
 def test_an_evaluation_of_vllms_server_is_read_by_either_name() -> None:
     """`served` of earlier runs; of a later one, whose row says who it is, the figures count."""
     served = next(of for of in KEPT if of.row.benchmark == "nano_code" and of.row.engine == "served")
-    later = dataclasses.replace(served, row=dataclasses.replace(served.row, engine="vllm"))
+    row = dataclasses.replace(served.row, engine="vllm", experiment="accuracy_vllm")
+    later = dataclasses.replace(served, row=row)
     assert bullet_problems(README, [later if of is served else of for of in KEPT]) == []
     other = dataclasses.replace(later, row=dataclasses.replace(later.row, score=0.25))
     (problem,) = bullet_problems(README, [*KEPT, other])

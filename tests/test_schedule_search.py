@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from mk.schedule.costs import Costs, OpCosts
 from mk.schedule.greedy import greedy_order, layer_waves, upward_ranks
 from mk.schedule.search import AFTER, Judge, change, possible, random_candidate, search
 from mk.schedule.simulate import costs_of, estimate, ring_of
+from mk.schedule.simulator.engine import StandsStill
 from mk.schedule.simulator.expand import Sample
 from mk.schedule.stored import StoredSchedule
 from mk.verify import verify
@@ -164,13 +166,20 @@ def test_the_judge_ranks_what_cannot_run_last() -> None:
     assert judge(start()) < judge(deadlock) == float("inf")
 
 
-def test_what_no_candidate_is_to_blame_for_is_raised() -> None:
-    """Contexts that the program has no room for, and a search of which nothing can run."""
+def test_what_no_candidate_is_to_blame_for_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts that the program has no room for, and a search of which nothing can run; one that stands still is."""
     g = PRESETS["slice"]
     config = load_config(["experiment=decode_throughput"])
     judge = Judge(g, Sample.draw(g, config.routing, [512]), 256, 16, costs_of(config.gpu), 22)
     with pytest.raises(MkError, match="do not fit a program"):
         judge(start())
+
+    def stands(*_: object) -> float:
+        raise StandsStill("everybody waits")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("mk.schedule.search.estimate", stands)
+        assert Judge(g, Sample.draw(g, config.routing, [200]), 256, 16, costs_of(config.gpu), 22)(start()) == math.inf
     with pytest.raises(MkError, match=r"none of \d+ schedules can run"):
         search(start(), lambda schedule: float("inf"), 8, candidates=3, steps=5, seed=1)
     only = random_candidate(random.Random(1), start(), 8)

@@ -67,6 +67,15 @@ def test_a_body_that_is_too_large_is_refused_unread(served: Served, path: str) -
         assert "more than 8,000,000 bytes" in refused(answer, 413)
 
 
+def test_a_key_changes_nothing_of_that() -> None:
+    large = b'{"prompt": "' + b"x" * BODY_BYTES + b'"}'
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
+    with serving(api_key="secret") as guarded:
+        for content in (large, iter([large])):
+            answer = httpx.post(guarded.url + TEXT, content=content, headers=headers, timeout=30)
+            assert "more than 8,000,000 bytes" in refused(answer, 413)
+
+
 @pytest.mark.parametrize("path", [CHAT, TEXT, "/tokenize"])
 def test_a_long_prompt_holds_up_nobody_while_it_is_tokenized(
     served: Served, path: str, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@
 #include "ptx.cuh"
 
 constexpr int PAGE = 64;                       // tokens of a KV page
+constexpr int ENTRIES = 16;                    // task ring; a trace has a place beside each
 constexpr int SLOT_BYTES = 8192;               // ring slot: 16 rows x 256 k of bf16
 constexpr int KV_BLOCK_BYTES = PAGE * 128 * 2;  // K or V of one page, layer and head
 constexpr int COUNTER_STRIDE = 32;             // counters stand 128 bytes apart

@@ -1,8 +1,6 @@
 // Shared memory of an SM: the ring that every operation streams through, and the small rings between the roles.
 #pragma once
 #include "params.cuh"
-
-constexpr int ENTRIES = 16;  // task ring; a trace has a place beside each
 #include "trace.cuh"
 
 constexpr int CONSUMERS = 8;  // warps that multiply

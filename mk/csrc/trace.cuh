@@ -5,8 +5,8 @@
 // Roles leave their moments in shared memory, beside the entry of the task ring; the controller takes a record to global
 // memory when it puts the next entry there, so that to note a moment costs a role a store.
 //
-// mk/kernel/trace.py reads the words of a record from here. Times are cycles of the SM's own clock, low words; record 0 of a block
-// puts the kernel's start there on the card's clock, which all SMs share.
+// mk/kernel/trace.py reads the words of a record from here. Times are cycles of the SM's own clock, low words; record 0
+// of a block puts the kernel's start there on the card's clock, which all SMs share.
 #pragma once
 #include "params.cuh"
 

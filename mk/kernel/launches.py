@@ -173,18 +173,20 @@ class GraphedLaunches(WaveLaunches):
                 tell(step)
                 self._capture()
         except BaseException:
-            self._drop()
+            self._drop(failed=True)
             raise
         return lambda step: self._run()
 
     def finish(self) -> None:
         try:
             super().finish()
-        finally:
-            self._destroy(self._running)
+        except BaseException:
+            self._destroy(self._running, failed=True)
+            raise
+        self._destroy(self._running)
 
     def _given_up(self, stalls: npt.NDArray[np.int32]) -> tuple[Program, npt.NDArray[np.int32]]:
-        self._drop()  # signals of steps that have not begun are not missing
+        self._drop(failed=True)  # signals of steps that have not begun are not missing
         return super()._given_up(stalls)
 
     def _capture(self) -> None:
@@ -198,8 +200,8 @@ class GraphedLaunches(WaveLaunches):
                 code = self.library.mk_capture_end(stream, ctypes.byref(graph))
             self.require_success(code)
         except BaseException:
-            self.count_launches(before - self.launched)
-            self._destroy([graph] if graph else [])
+            self._uncount(self.launched - before)
+            self._destroy([graph] if graph else [], failed=True)
             raise
         self._made.append((graph, number))
 
@@ -211,16 +213,24 @@ class GraphedLaunches(WaveLaunches):
         self._running.append(graph)
         return number
 
-    def _drop(self) -> None:
+    def _drop(self, failed: bool = False) -> None:
         """Ends graphs that have not been run: the card's counters are where they were before their steps."""
         graphs = [graph for graph, _ in self._made]
         self._made.clear()
-        self.count_launches(-len(graphs))
-        self._destroy(graphs)
+        self._uncount(len(graphs))
+        self._destroy(graphs, failed)
 
-    def _destroy(self, graphs: list[ctypes.c_void_p]) -> None:
+    def _uncount(self, steps: int) -> None:
+        self.count_launches(-steps)
+        if self._room is not None:
+            self._room += steps
+
+    def _destroy(self, graphs: list[ctypes.c_void_p], failed: bool = False) -> None:
+        """failed: something is told already, and a card in that state refuses this too."""
         while graphs:
-            self.require_success(self.library.mk_graph_destroy(graphs.pop()))
+            code = self.library.mk_graph_destroy(graphs.pop())
+            if not failed:
+                self.require_success(code)
 
 
 class DependentLaunches(GraphedLaunches):

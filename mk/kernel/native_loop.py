@@ -22,7 +22,7 @@ from mk.kernel.step_params import HOST_STEPS, MAX_ROWS
 from mk.kv import PageTable
 from mk.schedule.lower import Program
 
-log = logging.getLogger("mk.batching")
+log = logging.getLogger("mk.kernel")
 
 QUEUE = 256  # steps that the reader may be behind
 GRACE_S = 5.0  # beyond the loop's own limit, after which its thread counts as dead

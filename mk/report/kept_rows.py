@@ -18,6 +18,7 @@ CARD, MODEL = "h200", "north_mini_code"  # that figures and the README speak of
 ENGINES = ("cuda", "served", "torch", "transformers", "vllm")  # that run on a card; served: a server of another's
 OTHER_MODELS: dict[str, tuple[str, ...] | None] = {  # by experiment; None: any
     "accuracy": None,
+    "accuracy_vllm": None,
     "parity": ("nano", MODEL),
     "prefill_tiles": ("slice",),
     "quickstart": ("nano",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from mk.report.kept_rows import CARD, MODEL, Kept, of_card
+from mk.report.kept_rows import CARD, MODEL, Kept, newest, of_card
 from mk.results.readme_bullets import bullet_problems
 from mk.results.rows import Row
 
@@ -23,13 +23,33 @@ BASELINE: dict[str, Callable[[Row], str]] = {
     "vLLM / kernel": lambda row: f"{row.ratio:.2f}" if row.ratio is not None else "-",
 }
 
+# a line of the simulator's table: (the experiment whose rows it was held against, names of their group)
+RANKED = {
+    "`plan_ablation`, all 42 plans": ("plan_ablation", ("plans",)),
+    "of them `row_owner`, whose operations were traced": ("plan_ablation", ("row_owner",)),
+    "of them the other placements": ("plan_ablation", ("other placements",)),
+    "windows of 32 to 64 KB and smaller rings, the kernel's plan": ("plan_ablation", ("rings", "handover")),
+    "`ladder`, `round_robin`: windows, weights held back, barriers": ("ladder", ("handover",)),
+    "`context_sweep`, 1K to 256K keys": ("context_sweep", ("plans",)),
+}
+# a heading of the page, and what its table's head has
+EXPECTED = {
+    "## Measured: the kernel on an H200": "ms a step",
+    "## Measured: the interpreter on a CPU": "placement",
+    "## Ranking schedules without a card": "schedules",
+}
+
 
 def check_readme(text: str, kept: Sequence[Kept]) -> tuple[list[str], list[str]]:
     """(figures that no row gives, columns that are not from rows)."""
     rows = [of.row for of in kept]
     wrong: list[str] = []
     notes: list[str] = []
-    for head, lines in tables(text):
+    found = tables(text)
+    for heading, column in EXPECTED.items():
+        if f"\n{heading}\n" in text and not any(column in head for head, _ in found):
+            wrong.append(f"README: under {heading.strip('# ')!r} no table has a column {column!r}")
+    for head, lines in found:
         if "ms a step" in head and "batch" in head:
             notes += [
                 f"README: the column {name!r} is not from rows here" for name in head if name not in KERNEL | BASELINE
@@ -85,15 +105,29 @@ def _interpreter(head: list[str], cells: list[str], rows: Sequence[Row]) -> list
 def _ranking(head: list[str], cells: list[str], kept: Sequence[Kept]) -> list[str]:
     """What the simulator's accuracy is over some schedules, the same ones at every batch that the head names."""
     batches = re.findall(r"\d+", head[2])
-    groups: dict[tuple[str, str], dict[str, Row]] = {}
-    for of in kept:
-        if [of.row.experiment, of.row.gpu, of.row.model] == ["simulator_accuracy", CARD, MODEL]:
-            batch, _, name = (of.row.arm or "").removeprefix("batch ").partition(": ")
-            groups.setdefault((of.run, name), {})[batch] = of.row
-    found = set()
-    for by_batch in groups.values():
-        if mine := [by_batch[batch] for batch in batches if batch in by_batch]:
-            ranks = ", ".join(f"{row.rank_correlation:.2f}" for row in mine)
-            errors = ", ".join(f"{100 * (row.mean_error or 0):.1f} %" for row in mine)
-            found |= {(str(row.schedules), ranks, errors) for row in mine}
-    return [] if tuple(cells[1:]) in found else [f"README: no kept simulation of {cells[0]} has {', '.join(cells[1:])}"]
+    if cells[0] not in RANKED:
+        return [f"README: no kept simulation is known as {cells[0]}"]
+    source, group = RANKED[cells[0]]
+    mine = {
+        (of.row.arm or "").removeprefix("batch ").partition(": ")[0]: of.row
+        for of in newest(
+            [of for of in kept if _judged_by(of, source) and (of.row.arm or "").partition(": ")[2] in group],
+            lambda row: row.arm,
+        )
+    }
+    try:
+        rows = [mine[batch] for batch in batches]
+    except KeyError:
+        return [f"README: no kept simulation of {cells[0]}"]
+    ranks = ", ".join(f"{row.rank_correlation:.2f}" for row in rows)
+    errors = ", ".join(f"{100 * (row.mean_error or 0):.1f} %" for row in rows)
+    wanted = [" and ".join(sorted({str(row.schedules) for row in rows})), ranks, errors]
+    return [] if cells[1:] == wanted else [f"README: {cells[0]} is {', '.join(wanted)} in the rows kept"]
+
+
+def _judged_by(of: Kept, source: str) -> bool:
+    """Whether the row says how well the simulator ranks the rows of this experiment, by default those of the plans."""
+    if [of.row.experiment, of.row.gpu, of.row.model] != ["simulator_accuracy", CARD, MODEL]:
+        return False
+    (first, *_) = (of.config or {}).get("experiment", {}).get("rows", []) or [""]
+    return f"-{source}-" in first

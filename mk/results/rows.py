@@ -263,10 +263,11 @@ def _numbers(hint: Any) -> bool:
     return any(map(_numbers, args)) if args else hint in (int, float, bool)
 
 
+_HINTS = typing.get_type_hints(Row)
 FIGURES = tuple(
     field.name
     for field in dataclasses.fields(Row)
-    if field.default is None and field.name not in SAID and _numbers(typing.get_type_hints(Row)[field.name])
+    if field.default is None and field.name not in SAID and _numbers(_HINTS[field.name])
 )
 """Fields that say what came out: the raw data of a row gives each of them, or the row is not kept."""
 

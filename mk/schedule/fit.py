@@ -190,7 +190,7 @@ def main(arguments: Sequence[str]) -> int:
 
     orders = next((a.removeprefix("orders=").split(",") for a in arguments if a.startswith("orders=")), None)
     folders = [Path(a) for a in arguments if not a.startswith("orders=")]
-    steps = [step for folder in folders for step in read_folder(folder) if _usual(step)]
+    steps = [step for folder in folders for step in read_folder(folder, print) if _usual(step)]
     steps = [step for step in steps if orders is None or step.row.wave_order in orders]
     if not steps:
         raise MkError("no measured steps", hint="python -m mk.schedule.fit RUN_FOLDER ... [orders=default,parted]")

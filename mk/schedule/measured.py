@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,13 +61,13 @@ class Measured:
         return estimate(self.plan, self.geometry, self.sample, self.bucket, costs, self.ring) / 1e3
 
 
-def read_folder(folder: Path) -> list[Measured]:
+def read_folder(folder: Path, tell: Callable[[str], None] = lambda why: None) -> list[Measured]:
     """The whole steps of a run or kept folder that can be simulated, each configuration and batch once.
 
     Bounds, other builds (another poll, smaller copies, delays, a trace), steps of many launches and those that draw
     tokens are left out: the simulator knows nothing of them. So are rows of other things than decode steps, and single
-    ones of a model or routing that cannot be opened here. Raises MkError for a folder without rows or with a row whose
-    configuration is not beside it, and for a trace that cannot be read.
+    ones of a model or routing that cannot be opened here, which `tell` hears of. Raises MkError for a folder without
+    rows or with a row whose configuration is not beside it, and for a trace that cannot be read.
     """
     if not (folder / "rows.jsonl").is_file():
         raise MkError(f"{folder}: has no rows.jsonl", hint="a run of decode_throughput or an ablation")
@@ -80,11 +80,13 @@ def read_folder(folder: Path) -> list[Measured]:
         # the first variant of an ablation runs twice
         if (row.config_hash, row.batch) in found or not _whole_step(row, raw.get(row.raw_sha256 or "")):
             continue
-        try:
-            step = _measured(row, config) if _simulable(config) else None
-        except (MkError, KeyError, TypeError):  # no geometry of its own, no trace to replay, leaves of another time
+        if not _simulable(config):
             continue
-        if step is not None:
+        try:
+            step = _measured(row, config)
+        except MkError as error:  # no geometry of its own, no trace to replay, leaves of another time
+            tell(f"left out: {folder.name}, {row.arm or row.engine}, batch {row.batch}: {error}")
+        else:
             path = folder / f"trace_batch{row.batch}.npz"
             trace = StepTrace.load(path) if path.is_file() else None
             found[row.config_hash, row.batch] = dataclasses.replace(step, trace=trace)
@@ -118,8 +120,12 @@ def _simulable(config: Mapping[str, Any]) -> bool:
 
 
 def _measured(row: Row, config: Mapping[str, Any]) -> Measured:
-    """Without a trace. Raises MkError for a model without a geometry of its own, and a routing that cannot be drawn."""
-    model = ModelConfig(**config["model"])
+    """Without a trace. Raises MkError for a model without a geometry of its own, a routing that cannot be drawn, and
+    leaves of another time."""
+    try:
+        model, routing = ModelConfig(**config["model"]), RoutingConfig(**config["routing"])
+    except TypeError as error:
+        raise MkError(f"its configuration is of another time: {error}") from error
     if model.preset not in PRESETS:
         raise MkError(f"model.preset={model.preset} has no geometry of its own")
     attention, schedule, ring = config["engine"]["attention"], config["schedule"], config["engine"]["ring"]
@@ -139,7 +145,7 @@ def _measured(row: Row, config: Mapping[str, Any]) -> Measured:
         geometry_of(model),
         plan,
         Ring(slots=ring["slots"], window=window, run_ahead=ring.get("run_ahead", True)),
-        Sample.draw(geometry_of(model), RoutingConfig(**config["routing"]), row.context),
+        Sample.draw(geometry_of(model), routing, row.context),
         bucket_for(max(row.context) + (row.steps or 0)),
         None,
     )

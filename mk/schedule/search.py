@@ -20,6 +20,7 @@ from mk.ring import MIN_WINDOW, RING_SLOTS, UNSAFE_SLOTS
 from mk.schedule.costs import Costs
 from mk.schedule.placement import PLACEMENTS
 from mk.schedule.simulate import estimate, first_layers, layer_period
+from mk.schedule.simulator.engine import StandsStill
 from mk.schedule.simulator.expand import Sample
 from mk.schedule.simulator.work import Ring
 from mk.schedule.sm_map import SmMap
@@ -67,16 +68,19 @@ class Judge:
         return Plan(self.n_sm, c.waves, c.placement, *claimers, splits, sm_map=sm_map)
 
     def __call__(self, candidate: StoredSchedule) -> float:
-        """Simulated microseconds of a step; infinity for a candidate that cannot be lowered or is refused.
+        """Simulated microseconds of a step; infinity for one that cannot be lowered, is refused or stands still.
 
-        What the simulator itself refuses is no candidate's fault, and is raised.
+        What else the simulator refuses is no candidate's fault, and is raised.
         """
         try:
             self.verify(candidate, few=True)
         except MkError:
             return math.inf
         ring = Ring(slots=self.slots, window=candidate.window)
-        return estimate(self.plan(candidate), self.geometry, self.sample, self.bucket, self.costs, ring)
+        try:
+            return estimate(self.plan(candidate), self.geometry, self.sample, self.bucket, self.costs, ring)
+        except StandsStill:
+            return math.inf
 
     def verify(self, candidate: StoredSchedule, few: bool = False) -> None:
         """Raises MkError where the candidate's program cannot run; `few`: that of the model's first layers."""

@@ -39,9 +39,9 @@ def create_app(service: Service, version: str, api_key: str | None = None) -> Fa
         title="mini-mk", version=version, lifespan=lifespan, docs_url=None, redoc_url=None, responses=ERROR_RESPONSES
     )
     _errors(app)
+    app.add_middleware(BodyLimit)  # inside the guard, whose task group would hide what this one raises
     if api_key:
         _require_key(app, api_key)
-    app.add_middleware(BodyLimit)
     _generation(app, service)
     _about(app, service, version)
     _tokens(app, service)
@@ -114,24 +114,30 @@ def _tokens(app: FastAPI, service: Service) -> None:
         asked.check_fields()
         service.check_model(asked.model)
 
-        def tokens_of() -> list[int]:
+        def answer() -> dict[str, Any]:
             if asked.messages is not None:
                 options, begin = asked.chat_template_kwargs, asked.add_generation_prompt
-                return render_chat(tokenizer, asked.messages, asked.tools, options, begin)
-            assert asked.prompt is not None
-            return encode(tokenizer, asked.prompt, "prompt", bos=asked.add_special_tokens)
+                tokens = render_chat(tokenizer, asked.messages, asked.tools, options, begin)
+            else:
+                assert asked.prompt is not None
+                tokens = encode(tokenizer, asked.prompt, "prompt", bos=asked.add_special_tokens)
+            strings = [tokenizer.decode([t]) for t in tokens] if asked.return_token_strs else None
+            return {
+                "count": len(tokens), "max_model_len": service.context, "tokens": tokens, "token_strs": strings
+            }  # fmt: skip
 
-        tokens = await beside_the_loop(http, tokens_of)
-        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
-        answer["token_strs"] = [tokenizer.decode([t]) for t in tokens] if asked.return_token_strs else None
-        return json_response(answer)
+        return json_response(await beside_the_loop(http, answer))
 
     @app.post("/detokenize")
-    async def detokenize(asked: DetokenizeRequest) -> Response:
+    async def detokenize(asked: DetokenizeRequest, http: Request) -> Response:
         asked.check_fields()
         service.check_model(asked.model)
-        service.check_tokens(asked.tokens, "tokens")
-        return json_response({"prompt": tokenizer.decode(asked.tokens)})
+
+        def text() -> str:
+            service.check_tokens(asked.tokens, "tokens")
+            return tokenizer.decode(asked.tokens)
+
+        return json_response({"prompt": await beside_the_loop(http, text)})
 
 
 def _require_key(app: FastAPI, api_key: str) -> None:

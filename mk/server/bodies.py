@@ -43,6 +43,6 @@ class BodyLimit:
         await self._app(scope, limited, send)
 
 
-async def beside_the_loop(http: Request, tokenize: Callable[[], T]) -> T:
-    """What `tokenize` gives. Of a long body it runs on a thread, so that the event loop goes on with the others."""
-    return tokenize() if len(await http.body()) <= SHORT_BYTES else await asyncio.to_thread(tokenize)
+async def beside_the_loop(http: Request, work: Callable[[], T]) -> T:
+    """What `work` gives. Of a long body it runs on a thread, so that the event loop goes on with the others."""
+    return work() if len(await http.body()) <= SHORT_BYTES else await asyncio.to_thread(work)

@@ -24,6 +24,10 @@ _STREAM, _COUNTER, _CLAIM = 0, 1, 2
 CLAIMABLE = ("attention", "moe_up", "moe_down")  # operations whose tiles are tickets under work stealing
 
 
+class StandsStill(MkError):
+    """A step in which everybody waits: some schedules do with one window and end with another."""
+
+
 class Engine:
     """One step. After `run`, `sms` hold what every entry did when, `aside` the same of the tracks aside.
 
@@ -77,7 +81,7 @@ class Engine:
                 self._claim(which)
         for sm, s in enumerate(self.sms):
             if not s.finished or len(self.aside[sm]) < len(self.work.tracks[self.work.n_sm + sm]):
-                raise MkError(f"the simulated step stands still: SM {sm} waits for signals that never come")
+                raise StandsStill(f"the simulated step stands still: SM {sm} waits for signals that never come")
         return self.end
 
     # ---- what SMs share ----
