@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -23,24 +24,24 @@ __all__ = ["committed", "repository"]
 
 
 KEPT = ROOT / "results/h200"
-SOME = f"experiment.rows=[{KEPT}/2026-11-30-plan_ablation-1a36092d,{KEPT}/2026-11-30-ring_ablation-db862f6c]"
+SOME = f"experiment.rows=[{KEPT}/2026-12-01-ladder-89391c00]"
 
 
 def test_it_ranks_and_times_what_a_card_has_run(
     committed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dozen of the rows that the default takes. The bar is a rank correlation of 0.8 and a mean error of 10 %."""
+    """What of the ladder is one launch. The bar is a rank correlation of 0.8 and a mean error of 10 %."""
     cfg = load_config(["experiment=simulator_accuracy", SOME, f"run_dir={tmp_path / 'runs'}"])
     assert simulator_accuracy.main(cfg) == 0
     names = ("schedules", "rank_correlation", "mean_error")
     monkeypatch.setattr("mk.results.verify.ranked_problems", lambda kept: [])  # what it was judged by is kept elsewhere
     rows = require_kept(committed, folder_of(tmp_path / "runs"), **dict.fromkeys(names, lambda value: value + 1))
     found = {row.arm: row for row in rows}
-    assert [found[f"batch {batch}: plans"].schedules for batch in (1, 8)] == [6, 6]
-    assert [found[f"batch {batch}: row_owner"].schedules for batch in (1, 8)] == [2, 2]
-    assert [found[f"batch {batch}: handover"].schedules for batch in (1, 8)] == [3, 3]  # the first variant's once
-    for batch in (1, 8):
-        row = found[f"batch {batch}: plans"]
+    assert [found[f"batch {batch}: plans"].schedules for batch in (1, 8)] == [2, 2]
+    assert [found[f"batch {batch}: row_owner"].schedules for batch in (1, 8)] == [1, 1]
+    assert [found[f"batch {batch}: handover"].schedules for batch in (1, 8)] == [5, 5]
+    for batch, group in itertools.product((1, 8), ("plans", "handover")):
+        row = found[f"batch {batch}: {group}"]
         assert row.rank_correlation >= 0.8 and row.mean_error < 0.1, row
     assert all(row.clock == "simulated" and row.engine == "simulator" for row in rows)
     assert "rank correlation" in capsys.readouterr().out
