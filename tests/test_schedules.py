@@ -57,10 +57,10 @@ def test_nano_schedules(n_sm: int) -> None:
 
 @pytest.mark.parametrize("rows", BATCHES)
 def test_full_size_schedules(rows: int, figure: Callable[[str], None]) -> None:
-    """49 layers on 132 SMs, contexts up to 8192; of the batches between, every fifth unless SOAK is set."""
+    """49 layers on 132 SMs, contexts up to 8192; of smaller batches every fifth unless SOAK is set."""
     chosen = list(cases("north_mini_code", rows, n_sm=132))
     assert len(chosen) == 9 * (len(WAVE_ORDERS) + 1)
-    if rows not in (BATCHES[0], BATCHES[-1]) and "SOAK" not in os.environ:
+    if rows < BATCHES[-1] and "SOAK" not in os.environ:
         chosen = chosen[::5]
         assert {case[6] for case in chosen} == set(PLACEMENTS) and {case[4] for case in chosen} == set(WAVE_ORDERS)
     found = {case: check(case) for case in chosen}
