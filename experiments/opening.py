@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from mk.config import Config
@@ -32,9 +33,10 @@ def plan_for(cfg: Config, engine: str) -> Plan:
 
 
 def sampling_of(cfg: Config, row: int = 0) -> SamplingParams:
-    """The configured parameters; each row has a seed of its own."""
+    """The configured parameters; each row has a seed of its own. Raises MkError for a seed that is none."""
     s = cfg.sampling
-    return SamplingParams(s.temperature, s.top_k, s.top_p, (s.seed + row) % 2**64)
+    first = SamplingParams(s.temperature, s.top_k, s.top_p, s.seed)
+    return dataclasses.replace(first, seed=(first.seed + row) % 2**64)
 
 
 def make_runtime(

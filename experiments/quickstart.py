@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.console import progress
+from experiments.opening import sampling_of
 from experiments.prompts import sample_prompts, text_prompts
 from experiments.quickstart_report import Decoded, Report, indent
 from mk.config import Config
@@ -21,7 +22,6 @@ from mk.model.opening import Model, open_model
 from mk.model.packing import WeightLayout
 from mk.results.runs import RunFolder
 from mk.routing import make_router
-from mk.sampling import SamplingParams
 
 Prompts = Sequence[Sequence[int]]
 RAGGED = "-ragged"  # in the file names of the second batch
@@ -29,14 +29,14 @@ RAGGED = "-ragged"  # in the file names of the second batch
 
 def main(cfg: Config) -> int:
     """Exit status: 0, or 1 when a token differs from the oracle's."""
-    new_tokens, sampled = cfg.experiment.new_tokens, cfg.sampling
+    new_tokens = cfg.experiment.new_tokens
     require_engine(cfg, cfg.batch.size)  # an engine that is not here is refused before anything is loaded,
     with tempfile.TemporaryDirectory(prefix="mk-") as scratch:
         model = open_model(cfg.model, cfg.weights, Path(scratch))
         make_router(cfg.routing, model.geometry, cfg.batch.size, steps=new_tokens - 1)  # a routing before packing,
         batches = _batches(cfg, model)
         decoders = {suffix: _decoder(cfg, model, prompts) for suffix, prompts in batches.items()}
-        sampling = SamplingParams(sampled.temperature, sampled.top_k, sampled.top_p, sampled.seed)
+        sampling = sampling_of(cfg)
         with RunFolder.create(cfg) as run:  # and the rest before there is a run folder
             report = Report(cfg, run, model)
             report.header()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -400,6 +401,11 @@ def resolved(config: Config) -> dict[str, Any]:
 
 
 def config_hash(config: Config) -> str:
-    """sha256 (hex) of the resolved configuration as canonical JSON: sorted keys, no spaces."""
-    text = json.dumps(resolved(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    """sha256 (hex) of the resolved configuration."""
+    return hash_of(resolved(config))
+
+
+def hash_of(config: Mapping[str, Any]) -> str:
+    """sha256 (hex) of a resolved configuration, made or read, as canonical JSON: sorted keys, no spaces."""
+    text = json.dumps(config, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -16,10 +16,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from mk.config import hash_of
 from mk.report.chart import Chart
 from mk.report.kept_rows import Kept, read_kept
 from mk.report.page import charts, missing
-from mk.results.kept import hash_of
 from mk.results.sources import ROOT
 
 RESULTS = ROOT / "results"

@@ -11,6 +11,7 @@ import pytest
 
 from experiments import batch_switching
 from experiments.batch_switching import AGAIN, LARGEST, SWITCHING, Rounds, figures
+from experiments.opening import sampling_of
 from mk.compose import load_config
 from mk.engines.interpreted import MachineEngine
 from mk.errors import MkError
@@ -115,3 +116,10 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, override: str, says:
     with pytest.raises(MkError, match=says):
         run(tmp_path, override)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_configured_seed_must_be_one_and_rows_go_on_from_it() -> None:
+    cfg = load_config(["sampling=top_p", f"sampling.seed={2**64 - 1}"])
+    assert [sampling_of(cfg, row).seed for row in range(3)] == [2**64 - 1, 0, 1]
+    with pytest.raises(MkError, match=r"sampling\.seed=-1 must be an unsigned"):
+        sampling_of(load_config(["sampling=top_p", "sampling.seed=-1"]), 1)

@@ -17,12 +17,13 @@ import pytest
 import yaml
 
 from mk.compose import load_config
+from mk.config import hash_of
 from mk.errors import MkError
 from mk.model.geometry import PRESETS
 from mk.report.kept_rows import read_kept
 from mk.results.__main__ import main
 from mk.results.checks import KEPT
-from mk.results.kept import hash_of, host_free, model_name
+from mk.results.kept import host_free, model_name
 from mk.results.old_rows import SUMS
 from mk.results.promote import RAW_BYTES, as_published, prepare, promote
 from mk.results.readme_figures import check_readme

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,6 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mk.config import hash_of
 from mk.errors import MkError
 from mk.results.rows import Row, dtype_of
 from mk.ring import window_kb_for
@@ -67,12 +66,6 @@ def published(configs: Mapping[str, dict[str, Any]]) -> tuple[dict[str, str], di
         was = f"# with folders of its host: {original}\n" * (digest != original)
         files[name] = f"# config_hash: {digest}\n{was}{OmegaConf.to_yaml(OmegaConf.create(public))}"
     return files, hashes
-
-
-def hash_of(config: Mapping[str, Any]) -> str:
-    """As mk.config.config_hash, of a configuration that was read."""
-    text = json.dumps(config, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def card_of(row: Row) -> str:

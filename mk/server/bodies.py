@@ -25,14 +25,14 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        taken = int(declared) if declared.isdigit() else 0
+        length = dict(scope["headers"]).get(b"content-length", b"")
+        declared = int(length) if length.isdigit() else 0
         too_large = HTTPException(413, f"the body has more than {BODY_BYTES:,} bytes")
         counted = 0
 
         async def limited() -> Message:
             nonlocal counted
-            if taken > BODY_BYTES:
+            if declared > BODY_BYTES:
                 raise too_large
             message = await receive()
             counted += len(message.get("body", b""))
